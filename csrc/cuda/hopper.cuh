@@ -1,0 +1,125 @@
+// What sm_90 adds, as the PTX instructions that CUDA C++ has no plain words for: dependent launch, transaction barriers, bulk copies
+// into shared memory, and stores into the shared memory of a cluster's other blocks. Nothing here is reached on older GPUs: the
+// host asks for clusters and dependent launch only where the kernel's code is for sm_90 or later.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/vectors.cuh"
+
+namespace fused::cuda {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define FUSED_HOPPER 1
+#else
+#define FUSED_HOPPER 0
+#endif
+
+// The next kernel in the stream may be launched from here on; what it reads of ours it waits for itself.
+__device__ __forceinline__ void launch_dependents() {
+#if FUSED_HOPPER
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns when everything the kernel before wrote can be read. Nothing may be read or written before it, the weight included: an
+// optimiser step may have just written it.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if FUSED_HOPPER
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank = 0;
+#if FUSED_HOPPER
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return static_cast<int>(rank);
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+#if FUSED_HOPPER
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if FUSED_HOPPER
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// A transaction barrier in shared memory: a phase ends when its one arrival has come and as many bytes as that arrival expects.
+struct TransactionBarrier {
+  uint64_t state;
+
+  __device__ __forceinline__ void init() {
+#if FUSED_HOPPER
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory");
+#endif
+  }
+
+  // After init by one thread, before anyone else's copy or store may signal it.
+  static __device__ __forceinline__ void fence_init() {
+#if FUSED_HOPPER
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+
+  __device__ __forceinline__ void arrive_expecting(uint32_t bytes) {
+#if FUSED_HOPPER
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes) : "memory");
+#endif
+  }
+
+  __device__ __forceinline__ void wait(uint32_t phase) {
+#if FUSED_HOPPER
+    uint32_t done = 0;
+    while (!done) {
+      asm volatile(
+          "{\n.reg .pred done;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, done;\n}"
+          : "=r"(done)
+          : "r"(shared_address(&state)), "r"(phase & 1)
+          : "memory");
+    }
+#endif
+  }
+};
+
+// Copies `bytes` (a multiple of 16, both ends on 16 bytes) into this block's shared memory and signals the barrier.
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t bytes, TransactionBarrier& barrier) {
+#if FUSED_HOPPER
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+               : "memory");
+#endif
+}
+
+// Stores a value where block `rank` of the cluster has `to`, and signals that block's `barrier`.
+template <class A>
+__device__ __forceinline__ void store_in_peer(A* to, A value, TransactionBarrier& barrier, int rank) {
+#if FUSED_HOPPER
+  uint32_t peer_to, peer_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer_to) : "r"(shared_address(to)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer_barrier) : "r"(shared_address(&barrier)), "r"(rank));
+  if constexpr (sizeof(A) == 8) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(peer_to),
+                 "l"(__double_as_longlong(value)), "r"(peer_barrier)
+                 : "memory");
+  } else {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(peer_to),
+                 "r"(__float_as_uint(value)), "r"(peer_barrier)
+                 : "memory");
+  }
+#endif
+}
+
+}  // namespace fused::cuda

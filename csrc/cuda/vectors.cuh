@@ -1,0 +1,264 @@
+// Vectors of elements: conversions, and loads and stores at any address.
+//
+// A vector is N neighbouring elements that one thread owns, 16 bytes of the narrowest tensor. Tensors whose rows start on 16 bytes
+// are accessed in whole vectors. Others still are, at the 16-byte blocks around them: a load reads the blocks its elements lie
+// in and shifts; a store takes the first bytes of its first block from the lane before it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+
+namespace fused::cuda {
+
+using Half = __half;
+using BFloat16 = __nv_bfloat16;
+
+template <class T>
+using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+constexpr int kWarp = 32;
+constexpr int kBlockBytes = 16;  // the widest access of a thread
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+template <int Value>
+using Constant = std::integral_constant<int, Value>;
+
+template <class T>
+constexpr int kVectorElements = kBlockBytes / sizeof(T);
+
+// --- Conversions ----------------------------------------------------------------------------------------------------------
+
+// N elements of T as the 32-bit words they are loaded and stored in.
+template <class T, int N>
+struct Words {
+  static constexpr int kCount = N * sizeof(T) / 4;
+  uint32_t word[kCount];
+};
+
+template <class T, int N, class A>
+__device__ __forceinline__ void unpack(const Words<T, N>& words, A (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (std::is_same_v<T, double>) {
+      values[i] = __hiloint2double(words.word[2 * i + 1], words.word[2 * i]);
+    } else if constexpr (std::is_same_v<T, float>) {
+      values[i] = __uint_as_float(words.word[i]);
+    } else if constexpr (std::is_same_v<T, BFloat16>) {
+      const uint32_t word = words.word[i / 2];
+      values[i] = __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+    } else {
+      const uint32_t word = words.word[i / 2];
+      values[i] = __half2float(__ushort_as_half(i % 2 ? word >> 16 : word & 0xffffu));
+    }
+  }
+}
+
+template <class T, int N, class A>
+__device__ __forceinline__ Words<T, N> pack(const A (&values)[N]) {
+  Words<T, N> words;
+  if constexpr (std::is_same_v<T, double>) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      words.word[2 * i] = __double2loint(values[i]);
+      words.word[2 * i + 1] = __double2hiint(values[i]);
+    }
+  } else if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) words.word[i] = __float_as_uint(values[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+        words.word[i] = __bfloat16_as_ushort(pair.x) | static_cast<uint32_t>(__bfloat16_as_ushort(pair.y)) << 16;
+      } else {
+        const __half2 pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+        words.word[i] = __half_as_ushort(pair.x) | static_cast<uint32_t>(__half_as_ushort(pair.y)) << 16;
+      }
+    }
+  }
+  return words;
+}
+
+// Element i of the words, as bits.
+template <class T, int N>
+__device__ __forceinline__ auto element(const Words<T, N>& words, int i) {
+  if constexpr (sizeof(T) == 8) {
+    return static_cast<uint64_t>(words.word[2 * i + 1]) << 32 | words.word[2 * i];
+  } else if constexpr (sizeof(T) == 4) {
+    return words.word[i];
+  } else {
+    return static_cast<uint16_t>(words.word[i / 2] >> (i % 2 * 16));
+  }
+}
+
+// --- Memory ---------------------------------------------------------------------------------------------------------------
+
+// Moves an array of words down by `bytes` (0 to 16); the vacated end is garbage. Selects rather than branches, so that the array
+// stays in registers.
+template <int Count>
+__device__ __forceinline__ void shift_down(uint32_t (&word)[Count], int bytes) {
+  const auto shift_words = [&](auto words) {
+    const bool shifts = bytes & (4 * decltype(words)::value);
+#pragma unroll
+    for (int i = 0; i + decltype(words)::value < Count; ++i) {
+      word[i] = shifts ? word[i + decltype(words)::value] : word[i];
+    }
+  };
+  shift_words(Constant<4>());
+  shift_words(Constant<2>());
+  shift_words(Constant<1>());
+#pragma unroll
+  for (int i = 0; i + 1 < Count; ++i) word[i] = __funnelshift_r(word[i], word[i + 1], bytes % 4 * 8);
+}
+
+__device__ __forceinline__ int misalignment(const void* pointer) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % kBlockBytes);
+}
+
+__device__ __forceinline__ void load_block(const char* from, uint32_t* word) {
+  const uint4 block = *reinterpret_cast<const uint4*>(from);
+  word[0] = block.x;
+  word[1] = block.y;
+  word[2] = block.z;
+  word[3] = block.w;
+}
+
+__device__ __forceinline__ void store_block(char* to, const uint32_t* word) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+// The vector at `from`, of which the first `remaining` elements (any sign) belong to the row; the others are zeros.
+template <bool Aligned, class T, int N>
+__device__ __forceinline__ Words<T, N> load(const T* from, int remaining) {
+  constexpr int kBlocks = N * sizeof(T) / kBlockBytes;
+  Words<T, N> words = {};
+  if (remaining <= 0) return words;
+  const auto* bytes = reinterpret_cast<const char*>(from);
+  if constexpr (Aligned) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) load_block(bytes + i * kBlockBytes, words.word + 4 * i);
+  } else {
+    const int shift = misalignment(from), own = min(remaining, N) * static_cast<int>(sizeof(T));
+    uint32_t around[4 * (kBlocks + 1)] = {};  // a block without an element of ours may lie outside the allocation
+#pragma unroll
+    for (int i = 0; i <= kBlocks; ++i) {
+      if (i * kBlockBytes < shift + own) load_block(bytes - shift + i * kBlockBytes, around + 4 * i);
+    }
+    shift_down(around, shift);
+#pragma unroll
+    for (int i = 0; i < Words<T, N>::kCount; ++i) {
+      const int valid = own - 4 * i;  // bytes of this word
+      words.word[i] = valid >= 4 ? around[i] : valid <= 0 ? 0u : around[i] & 0xffffu;
+    }
+  }
+  return words;
+}
+
+// Stores the vector's first `remaining` elements (any sign). Unaligned: every lane of the warp takes part, lanes own neighbouring
+// vectors, and `first` and `last` mark the ends of a run of lanes that belong to one row.
+template <bool Aligned, class T, int N>
+__device__ __forceinline__ void store(T* to, int remaining, const Words<T, N>& words, bool first, bool last) {
+  constexpr int kBlocks = N * sizeof(T) / kBlockBytes;
+  auto* bytes = reinterpret_cast<char*>(to);
+  if constexpr (Aligned) {
+    if (remaining <= 0) return;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) store_block(bytes + i * kBlockBytes, words.word + 4 * i);
+  } else {
+    constexpr int kPerBlock = kVectorElements<T>;
+    using Bits = decltype(element(words, 0));
+    const int shift = misalignment(to), ahead = shift / static_cast<int>(sizeof(T));
+    // The blocks from the one that holds our first element: the end of the lane before, then our elements.
+    Words<T, N + 2 * kPerBlock> run = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) run.word[i] = __shfl_up_sync(kAllLanes, words.word[4 * (kBlocks - 1) + i], 1);
+#pragma unroll
+    for (int i = 0; i < Words<T, N>::kCount; ++i) run.word[4 + i] = words.word[i];
+    shift_down(run.word, kBlockBytes - shift);
+#pragma unroll
+    for (int block = 0; block <= kBlocks; ++block) {
+      if (block == kBlocks && !last) continue;  // the next lane stores it
+      const int begin = first ? ahead - block * kPerBlock : 0;
+      const int end = min(remaining, N) + ahead - block * kPerBlock;
+      if (begin <= 0 && end >= kPerBlock) {
+        store_block(bytes - shift + block * kBlockBytes, run.word + 4 * block);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPerBlock; ++i) {
+          if (i >= begin && i < end) {
+            reinterpret_cast<Bits*>(bytes - shift + block * kBlockBytes)[i] = element(run, block * kPerBlock + i);
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ T* row_of(const Rows& rows, const Shape& shape, int64_t row) {
+  const bool two_levels = shape.inner_rows != shape.rows;  // spares a 64-bit division
+  const int64_t outer = two_levels ? row / shape.inner_rows : 0;
+  const int64_t inner = two_levels ? row % shape.inner_rows : row;
+  return static_cast<T*>(rows.data) + outer * rows.outer_stride + inner * rows.inner_stride;
+}
+
+// --- The weight -----------------------------------------------------------------------------------------------------------
+
+template <class A>
+struct Scale {
+  Vector weight;
+  A offset;
+};
+
+// offset + weight for `count` vectors of N columns, `stride` columns apart; ones where there is no weight. The weight's dtype is
+// a uniform branch, not a template parameter: it is read once a row, from the L1 cache.
+template <int Count, int N, class A, class Index>
+__device__ __forceinline__ void load_scale(const Scale<A>& scale, Index col, Index stride, Index cols, A (&values)[Count][N]) {
+  const auto load_as = [&](auto tag) {
+    using W = decltype(tag);
+    const auto* weight = static_cast<const W*>(scale.weight.data);
+    const bool aligned = misalignment(weight) == 0;
+#pragma unroll
+    for (int v = 0; v < Count; ++v) {
+      const Index at = col + v * stride;
+      if (aligned && at + N <= cols && N * sizeof(W) % kBlockBytes == 0) {
+        if constexpr (N * sizeof(W) % kBlockBytes == 0) unpack(load<true, W, N>(weight + at, N), values[v]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          if constexpr (std::is_same_v<W, Half>) {
+            values[v][i] = at + i < cols ? __half2float(weight[at + i]) : 0.0f;
+          } else if constexpr (std::is_same_v<W, BFloat16>) {
+            values[v][i] = at + i < cols ? __bfloat162float(weight[at + i]) : 0.0f;
+          } else {
+            values[v][i] = at + i < cols ? static_cast<A>(weight[at + i]) : A(0);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) values[v][i] += scale.offset;
+    }
+  };
+  if (scale.weight.data == nullptr) {
+#pragma unroll
+    for (int v = 0; v < Count; ++v) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) values[v][i] = A(1);
+    }
+    return;
+  }
+  switch (scale.weight.dtype) {
+    case DType::kHalf: return load_as(Half());
+    case DType::kBFloat16: return load_as(BFloat16());
+    case DType::kFloat: return load_as(float());
+    case DType::kDouble: return load_as(double());
+  }
+}
+
+}  // namespace fused::cuda

@@ -1,0 +1,115 @@
+"""The residual stream as a lazy tensor: the sum that upstream's `residual + x` asks for is left to the norm that follows it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Stream:
+    """A tensor, or a sum ``base + branch`` that nobody has needed yet.
+
+    The norms of a patched model take a pending sum apart and do it inside ``fused::add_rms_norm``. Everything else (an
+    attribute, an operator, a torch function) does the sum first and goes on with the tensor, so a use that nobody
+    foresaw costs a plain add and is never wrong. Whoever does the sum leaves it here as ``base``: a second reader finds
+    it, and a frame that keeps the Stream keeps one tensor alive, as it does upstream.
+    """
+
+    def __init__(self, base: Tensor, branch: Tensor | None = None) -> None:
+        self.base = base
+        self.branch = branch
+
+    def tensor(self) -> Tensor:
+        """The value, summed if it was pending."""
+        if self.branch is not None:
+            self.base, self.branch = torch.add(self.base, self.branch), None
+        return self.base
+
+    def add(self, other: Any) -> Any:
+        """``self + other``: pending where `other` is a branch of the stream's shape."""
+        if isinstance(other, Tensor) and other.shape == self.shape:
+            return Stream(self.tensor(), other)
+        return torch.add(self.tensor(), plain(other))
+
+    __add__ = __radd__ = add
+
+    # What can be told of a sum before it is done.
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.base.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype if self.branch is None else torch.promote_types(self.base.dtype, self.branch.dtype)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """A move to the device it is on (accelerate asks for one at every layer) leaves the sum pending."""
+        if len(args) == 1 and isinstance(args[0], int | str | torch.device) and "dtype" not in kwargs:
+            if torch.device(args[0]) == self.device and not kwargs.get("copy"):
+                return self
+        return self.tensor().to(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols that a tensor has and a Stream has not, copy's and numpy's among them
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ADDS and len(args) == 2 and not kwargs:
+            left, right = args
+            return left.add(right) if isinstance(left, Stream) else right.add(left)
+        return func(*plain(args), **plain(kwargs or {}))
+
+
+# Dynamo sends `stream + x` to __torch_function__ under one of these names, eager Python `x + stream`.
+_ADDS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, operator.add)
+
+
+def plain(value: Any) -> Any:
+    """`value` with every Stream in it, in containers too, replaced by its tensor."""
+    if isinstance(value, Stream):
+        return value.tensor()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(plain, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(plain, value))
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: Stream, *args: Any) -> Any:
+        return getattr(self.tensor(), name)(*plain(args))
+
+    return method
+
+
+# Python looks operators up on the type, past __getattr__. In-place ones write to upstream's own tensor, as they should.
+for _name in (
+    "iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow neg abs getitem setitem len iter bool "
+    "float int eq ne lt le gt ge invert and or xor"
+).split():
+    setattr(Stream, f"__{_name}__", _delegate(f"__{_name}__"))
+Stream.__hash__ = object.__hash__  # type: ignore[method-assign]  # as a tensor's: by identity
+
+# FSDP2 looks for the tensors in what a layer takes and returns, to hang its backward hooks on them.
+pytree.register_pytree_node(
+    Stream,
+    lambda stream: ([stream.base, stream.branch], None),
+    lambda leaves, _: Stream(*leaves),
+    serialized_type_name="fused_add_rms_norm.hf.Stream",
+)
