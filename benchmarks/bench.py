@@ -1,13 +1,13 @@
 """Measures this project against a copy of the same bytes and against every installed peer.
 
-    python benchmarks/bench.py                    everything that is installed; report.py reads the file it
-    writes python benchmarks/bench.py --quick            this project and the copy alone python
-    benchmarks/bench.py --sections cpu     what needs no GPU
+    python benchmarks/bench.py                    everything; report.py reads the file it writes
+    python benchmarks/bench.py --quick            this project and the copy alone
+    python benchmarks/bench.py --sections cpu     what needs no GPU
 
 Each case takes its providers in turn: bind, check against fp64, and only then time, all of them interleaved
 with the copy. A provider that raises is recorded as refused, with its message; one whose result is wrong, as
-wrong. The measuring happens in
-a child process: should a provider take that down, it is recorded as crashed, and a new child goes on.
+wrong. The measuring happens in a child process: should a provider take that down, it is recorded as crashed,
+and a new child goes on.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def arguments() -> argparse.Namespace:
     args.sections = [name for name in SECTIONS if name.startswith(tuple(args.sections))]
     if not torch.cuda.is_available():
         args.sections = [name for name in args.sections if not SECTIONS[name].needs_gpu]
+        args.jobs = 0
+    if Journal(args.out).complete:
+        parser.error(f"{args.out} holds a whole run already")
     if not args.sections:
         parser.error("no section to measure: there is no GPU, or none is named so")
     return args
@@ -78,11 +81,12 @@ def measure(args: argparse.Namespace) -> None:
         if args.cases in case.name and not journal.has(record="done", section=name, case=case.name)
     ]
     weights = [SECTIONS[name].weight for name in args.sections]
-    bar = tqdm(tasks, file=sys.stdout, mininterval=5, dynamic_ncols=True)
+    bar = tqdm(tasks, file=sys.stdout, mininterval=0.5 if sys.stdout.isatty() else 15)
     for name, case in bar:
         bar.set_description(f"{name}, {case.name}")
         spent = sum(weights[: args.sections.index(name) + 1]) / max(sum(weights), 1)
-        bench = Bench(known, journal, gpu if SECTIONS[name].needs_gpu else None)
+        on_gpu = SECTIONS[name].needs_gpu
+        bench = Bench(known, journal, gpu if on_gpu else None, "cuda" if on_gpu else "cpu")
         bench.section, bench.case, bench.deadline = name, case, started + args.budget_s * spent
         try:
             SECTIONS[name].measure(bench)
@@ -109,14 +113,16 @@ def wait(process: subprocess.Popen[bytes], path: Path) -> int:
                 process.kill()
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
     if args.child == "measure":
-        return measure(args)
+        measure(args)
+        return 0
     if args.child:
         shard, shards = map(int, args.child.split("/"))
         known, _ = providers.load(providers.PEERS)
-        return precompile(Bench(known, Journal(args.out), Gpu()), args.sections, shard, shards)
+        precompile(Bench(known, Journal(args.out), Gpu()), args.sections, shard, shards)
+        return 0
 
     started = time.time()
     for process in [child(args, f"{i}/{args.jobs}") for i in range(args.jobs)]:
@@ -129,21 +135,20 @@ def main() -> None:
 
     for _ in range(20):
         status = wait(child(args, "measure"), args.out)
-        if status == 0:
-            break
         journal = Journal(args.out)
         attempt = journal.unfinished_attempt()
-        if status == 1 or not (attempt or status == CONTEXT_LOST):  # not a provider's doing
-            sys.exit(status)
+        if not attempt and status != CONTEXT_LOST:
+            break
         if attempt:
-            journal.write(
-                "measurement", **attempt, status="crashed", message=f"the process ended with status {status}"
-            )
+            message = f"the process ended with status {status}"
+            journal.write("measurement", **attempt, status="crashed", message=message)
             if attempt["provider"] == EVERYBODY:
                 journal.write("done", section=attempt["section"], case=attempt["case"])
-    Journal(args.out).finish()
-    print(f"{args.out}: {len(Journal(args.out).records) - 1} measurements in {time.time() - started:.0f} s")
+    if status == 0:
+        journal.finish()
+    print(f"{args.out}: {journal.count('measurement')} measurements in {time.time() - started:.0f} s")
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -32,6 +32,14 @@ class Journal:
     def has(self, **fields: Any) -> bool:
         return any(fields.items() <= record.items() for record in self.records)
 
+    def count(self, record: str) -> int:
+        return sum(entry["record"] == record for entry in self.records)
+
+    @property
+    def complete(self) -> bool:
+        """Whether this is what ``finish`` left."""
+        return bool(self.records) and not (self.count("done") or self.count("attempt"))
+
     def unfinished_attempt(self) -> Record | None:
         """The provider that was being tried when the run stopped."""
         last = self.records[-1] if self.records else {}

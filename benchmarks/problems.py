@@ -1,5 +1,4 @@
-"""What is measured: the shapes, their tensors, the bytes they move, and the fp64 answer every result is
-checked against."""
+"""What is measured: the shapes, their tensors, the bytes they move, and the fp64 answer they must give."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. ``peers`` says whether providers that compile for a shape take part: each costs seconds
-    there."""
+    """One shape. ``peers``: whether providers that compile for each shape, for seconds, take part."""
 
     rows: int
     cols: int
@@ -42,6 +40,10 @@ class Case:
         return f"{self.rows} x {self.cols} {self.dtype}" + (
             f" {self.layout}" if self.layout != "dense" else ""
         )
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {"rows": self.rows, "cols": self.cols, "dtype": self.dtype, "layout": self.layout}
 
 
 def sweep(dtype: str, peers: bool) -> list[Case]:
@@ -163,7 +165,6 @@ class Problem:
 
 
 def poison(problem: Problem, count: int = 6) -> None:
-    """Fills the memory that the allocator will hand out next with NaN, so that a result nobody wrote is
-    seen."""
+    """Fills the memory that the allocator hands out next with NaN, so that a result nobody wrote is seen."""
     blocks = [torch.full_like(problem.residual, float("nan")) for _ in range(count)]
     del blocks

@@ -16,14 +16,16 @@ import torch.nn.functional as F
 from problems import EPS, Problem, bytes_of
 from torch import Tensor
 
-# (input, residual, weight) -> (out, residual_out)
+RESULTS = ("out", "residual_out")
+GRADIENTS = ("grad_input", "grad_residual", "grad_weight")
+
+# (input, residual, weight) -> RESULTS
 Function = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Work:
-    """A call to time; ``names`` says what each of its results is, ``reads`` the tensors it cannot do
-    without."""
+    """A call to time: ``names`` says what each result is, ``reads`` holds what it cannot do without."""
 
     run: Callable[[], Sequence[Tensor | None]]
     names: tuple[str, ...]
@@ -62,9 +64,7 @@ class Provider:
     def _forward(self, problem: Problem) -> Work:
         function, weight = self.bind(problem), problem.weight
         input, residual = problem.copies() if self.in_place else (problem.input, problem.residual)
-        return Work(
-            lambda: function(input, residual, weight), ("out", "residual_out"), (input, residual, weight)
-        )
+        return Work(lambda: function(input, residual, weight), RESULTS, (input, residual, weight))
 
     def _backward(self, problem: Problem) -> Work:
         if self.backward is not None:
@@ -74,7 +74,7 @@ class Provider:
         grads = (problem.grad_out, problem.grad_residual_out.to(results[1].dtype))
         return Work(
             lambda: torch.autograd.grad(results, leaves, grads, retain_graph=True),
-            ("grad_input", "grad_residual", "grad_weight"),
+            GRADIENTS,
             (*grads, results[1].detach(), problem.weight),
         )
 
@@ -122,7 +122,7 @@ def fused() -> list[Provider]:
                 input.dtype,
                 wanted,
             ),
-            ("grad_input", "grad_residual" if wanted == 0b111 else "unused", "grad_weight"),
+            GRADIENTS,
             (problem.grad_out, problem.grad_residual_out, h, weight),
         )
 
@@ -212,7 +212,7 @@ def liger() -> list[Provider]:
             lambda: liger_triton.fused_add_rms_norm_backward(
                 problem.grad_out, problem.grad_residual_out, *arguments
             ),
-            ("grad_input", "grad_residual", "grad_weight"),
+            GRADIENTS,
             (problem.grad_out, problem.grad_residual_out, h, problem.weight),
         )
 
@@ -253,7 +253,7 @@ def quack() -> list[Provider]:
 
         return Work(
             run,
-            ("grad_input", "grad_residual", "grad_weight"),
+            GRADIENTS,
             (problem.grad_out, problem.grad_residual_out, h, problem.weight),
         )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import problems
@@ -18,7 +19,7 @@ from timing import Call, Gpu, Sample, on_cpu
 EVERYBODY = "*"
 CONTEXT_LOST = 70  # exit status of a process whose CUDA context a provider broke
 
-Timer = Callable[[dict[str, Call]], dict[str, Sample]]
+Timer = Callable[[Mapping[str, Call]], dict[str, Sample]]
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Bench:
     providers: list[Provider]
     journal: Journal
     gpu: Gpu | None
+    device: str = "cuda"
     deadline: float = float("inf")
     section: str = ""
     case: Case = field(default_factory=lambda: Case(1, 1))
@@ -45,17 +47,15 @@ class Bench:
         ]
 
     def refused(self, provider: str, error: Exception, status: str = "refused") -> None:
-        """Records what a provider raised. A failed launch stays CUDA's last error, for the next innocent call
-        to raise; it is taken away here. A context that stays broken is of no use to anyone: the process
-        ends."""
+        """Records what a provider raised. If that broke the CUDA context, the process is of no more use."""
         message = f"{type(error).__name__}: {error}".strip()[:300]
         self.journal.write("measurement", **self.key(provider), status=status, message=message)
-        if self.gpu and not any(_works_again() for _ in range(2)):
+        if self.gpu and not self.gpu.works():
             os._exit(CONTEXT_LOST)
 
     def attempts(self, direction: str) -> list[Provider]:
-        """Those who may try this case: not who refused, or crashed, before it had to start again, nor who
-        would compile when the time for that is over."""
+        """Who may try this case: not who refused or crashed before it had to start again, nor who would
+        compile when the time for that is over."""
         fresh = [
             provider
             for provider in self.taking_part(direction)
@@ -79,7 +79,9 @@ class Bench:
                 error = problem.worst_error(results, reference)
                 if not error <= 1:
                     raise ArithmeticError(f"an error of {error:.3g} times what is tolerated")
-                good[provider.name] = work.run, {"bytes": work.bytes_moved(results), "error": error}
+                moved = work.bytes_moved(results)
+                facts = {"bytes": moved, "error": round(error, 4), "in_place": provider.in_place}
+                good[provider.name] = work.run, facts
             except ArithmeticError as exception:
                 self.refused(provider.name, exception, "wrong")
             except Exception as exception:  # a peer may raise anything
@@ -90,32 +92,25 @@ class Bench:
         """From here on no single provider is to blame for a crash."""
         self.journal.write("attempt", **self.key(EVERYBODY))
 
-    def record(self, samples: dict[str, Sample], known: dict[str, Record], unit: str | None = None) -> None:
-        """One record a sample: with its bandwidth and its share of the copy's, or as a multiple of ``unit``'s
-        time."""
+    def record(self, samples: dict[str, Sample], known: dict[str, Record] | None = None) -> None:
+        """One record a sample, with what else is known of it."""
         for name, sample in samples.items():
-            fields: Record = {**asdict(self.case), **asdict(sample), **known.get(name, {})}
-            if unit:
-                fields["multiple"] = sample.us / samples[unit].us
-            else:
-                fields["gbps"] = fields["bytes"] / sample.us / 1e3
-                fields["share"] = fields["gbps"] / (known["copy"]["bytes"] / samples["copy"].us / 1e3)
-            self.journal.write("measurement", **self.key(name), status="ok", **fields)
+            facts = {**self.case.facts, **asdict(sample), **(known or {}).get(name, {})}
+            self.journal.write("measurement", **self.key(name), status="ok", **facts)
 
-    def against_a_copy(self, direction: str, timer: Timer, device: str = "cuda") -> None:
+    def against_a_copy(self, direction: str, timer: Timer) -> None:
         """Forward or backward, beside a copy that reads half of the least bytes and writes the other half."""
-        problem = Problem(self.case, device)
+        problem = Problem(self.case, self.device)
         good = self.checked(problem, direction)
-        source = torch.randint(
-            256, (problem.least_bytes(direction) // 8 * 4,), dtype=torch.uint8, device=device
-        )
+        words = problem.least_bytes(direction) // 8
+        source = torch.randint(2**31, (words,), dtype=torch.int32, device=self.device)
         target = torch.empty_like(source)
         calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
-        if self.section.startswith("decode"):  # copy_ may be no kernel, which matters in a chain of launches
+        if self.section.startswith("decode") and self.device == "cuda":
             import triton_kernel
 
-            calls["copy kernel"] = lambda: triton_kernel.copy(source, target)
-        known: dict[str, Record] = {name: {"bytes": 2 * source.numel()} for name in calls}
+            calls["copy kernel"] = lambda: triton_kernel.copy(source, target)  # copy_ may be no kernel
+        known: dict[str, Record] = {name: {"bytes": 8 * words} for name in calls}
         for name, (call, facts) in good.items():
             calls[name], known[name] = call, facts
         self.timing_starts()
@@ -125,11 +120,11 @@ class Bench:
                 self.refused(name, TimeoutError("the host could not be kept ahead of the GPU"))
         self.record(samples, known)
 
-    def cold(self, calls: dict[str, Call]) -> dict[str, Sample]:
+    def cold(self, calls: Mapping[str, Call]) -> dict[str, Sample]:
         assert self.gpu
         return self.gpu.cold(calls)
 
-    def in_graph(self, calls: dict[str, Call]) -> dict[str, Sample]:
+    def in_graph(self, calls: Mapping[str, Call]) -> dict[str, Sample]:
         assert self.gpu
         graphs = {}
         for name, call in calls.items():
@@ -139,10 +134,10 @@ class Bench:
                 self.refused(name, exception)
         return self.gpu.in_graph(graphs)
 
-    def host(self, calls: dict[str, Call]) -> None:
-        """Host time of these calls, as multiples of torch.add's."""
+    def host(self, calls: Mapping[str, Call]) -> None:
+        """Host time of these calls, and of torch.add as their unit."""
         assert self.gpu
-        problem = Problem(self.case, "cuda")
+        problem = Problem(self.case, self.device)
         calls = {"torch.add": lambda: torch.add(problem.input, problem.residual), **calls}
         for name in list(calls):
             self.journal.write("attempt", **self.key(name))
@@ -152,16 +147,7 @@ class Bench:
                 self.refused(name, exception)
                 del calls[name]
         self.timing_starts()
-        self.record(self.gpu.host(calls), {}, unit="torch.add")
-
-
-def _works_again() -> bool:
-    try:
-        torch.cuda.synchronize()
-        torch.zeros(1, device="cuda").add_(1).item()
-    except Exception:
-        return False
-    return True
+        self.record(self.gpu.host(calls))
 
 
 def forward(bench: Bench) -> None:
@@ -181,18 +167,18 @@ def decode_backward(bench: Bench) -> None:
 
 
 def cpu_forward(bench: Bench) -> None:
-    bench.against_a_copy("forward", on_cpu, "cpu")
+    bench.against_a_copy("forward", on_cpu)
 
 
 def cpu_backward(bench: Bench) -> None:
-    bench.against_a_copy("backward", on_cpu, "cpu")
+    bench.against_a_copy("backward", on_cpu)
 
 
 def host_calls(bench: Bench) -> None:
     """The ways to call this project from Python."""
     import fused_add_rms_norm as package
 
-    problem = Problem(bench.case, "cuda")
+    problem = Problem(bench.case, bench.device)
     ops, x, r, w = torch.ops.fused, problem.input, problem.residual, problem.weight
     a, b = problem.copies()
     bench.host(
@@ -209,13 +195,13 @@ def host_calls(bench: Bench) -> None:
 
 def host_forward(bench: Bench) -> None:
     """A forward, no gradient wanted."""
-    problem = Problem(bench.case, "cuda")
+    problem = Problem(bench.case, bench.device)
     bench.host({p.name: p.work(problem, "forward").run for p in bench.attempts("forward")})
 
 
 def host_grad(bench: Bench) -> None:
     """A forward that records for the backward."""
-    problem = Problem(bench.case, "cuda")
+    problem = Problem(bench.case, bench.device)
     leaves = problem.leaves()
 
     def call_of(provider: Provider) -> Call:
@@ -227,41 +213,40 @@ def host_grad(bench: Bench) -> None:
 
 def host_train(bench: Bench) -> None:
     """A forward and its backward, through autograd."""
-    problem = Problem(bench.case, "cuda")
+    problem = Problem(bench.case, bench.device)
     bench.host({provider.name: provider.train_call(problem) for provider in bench.attempts("backward")})
 
 
 def memory(bench: Bench) -> None:
     """What training holds on to beyond its inputs, results and gradients."""
     assert bench.gpu
-    problem = Problem(bench.case, "cuda")
+    problem = Problem(bench.case, bench.device)
     leaves, grads = problem.leaves(), (problem.grad_out, problem.grad_residual_out)
     for provider in bench.attempts("backward"):
         bench.journal.write("attempt", **bench.key(provider.name))
+        gc.collect()
         try:
             function = provider.bind(problem)
             torch.autograd.grad(function(*leaves), leaves, grads)  # compiles, and allocates what stays
             before = torch.cuda.memory_allocated()
             results = function(*leaves)
             saved = torch.cuda.memory_allocated() - before - problems.bytes_of(results)
-            peak, gradients = bench.gpu.peak_bytes(
-                functools.partial(torch.autograd.grad, results, leaves, grads)
-            )
+            step = functools.partial(torch.autograd.grad, results, leaves, grads)
+            peak, gradients = bench.gpu.peak_bytes(step)
             workspace = peak - problems.bytes_of(gradients)
         except Exception as exception:
             bench.refused(provider.name, exception)
             continue
-        facts = {**asdict(bench.case), "saved_bytes": saved, "workspace_bytes": workspace}
+        facts = {**bench.case.facts, "saved_bytes": saved, "workspace_bytes": workspace}
         bench.journal.write("measurement", **bench.key(provider.name), status="ok", **facts)
-        del results, gradients
+        del results, gradients, step
 
 
 def timers(bench: Bench) -> None:
-    """This harness and triton.testing.do_bench on the same calls: they agree where the flush outlasts the
-    host's part."""
+    """This harness and do_bench on the same calls: they agree where the flush outlasts the host's part."""
     from triton.testing import do_bench
 
-    problem = Problem(bench.case, "cuda")
+    problem = Problem(bench.case, bench.device)
     calls = {
         f"{provider.name}, {direction}": provider.work(problem, direction).run
         for direction in ("forward", "backward")
@@ -272,10 +257,7 @@ def timers(bench: Bench) -> None:
     for name, call in calls.items():
         median, p20, p80 = (1e3 * ms for ms in do_bench(call, quantiles=(0.5, 0.2, 0.8)))
         samples = {**samples, f"{name}, do_bench": Sample(median, p20, p80, 0)}
-    for name, sample in samples.items():
-        bench.journal.write(
-            "measurement", **bench.key(name), status="ok", **asdict(bench.case), **asdict(sample)
-        )
+    bench.record(samples)
 
 
 @dataclass(frozen=True)
@@ -305,8 +287,7 @@ SECTIONS = {
 
 
 def precompile(bench: Bench, sections: Sequence[str], shard: int, shards: int) -> None:
-    """Has every provider that keeps what it compiles on disk compile its part of the cases, and measures
-    nothing."""
+    """Fills the disk caches of the compilers that keep one, for one shard of the cases. Measures nothing."""
     tasks = [
         (section, case)
         for section in sections
@@ -316,10 +297,11 @@ def precompile(bench: Bench, sections: Sequence[str], shard: int, shards: int) -
     ]
     for section, case in tasks[shard::shards]:
         direction = "backward" if section.endswith("backward") else "forward"
-        problem, bench.case = Problem(case, "cuda"), case
+        problem, bench.case = Problem(case, bench.device), case
         for provider in bench.taking_part(direction):
             if provider.compiles and provider.caches:
                 try:
                     provider.work(problem, direction).run()
-                except Exception:  # it will be heard when it is measured
-                    _works_again()
+                except Exception:  # it is recorded when the case is measured
+                    if bench.gpu and not bench.gpu.works():
+                        return

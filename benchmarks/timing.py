@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -44,13 +44,12 @@ class Sample:
     def of(times: Iterable[float]) -> Sample:
         ordered = sorted(times)
         low, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
-        return Sample(statistics.median(ordered), low, high, len(ordered))
+        return Sample(round(statistics.median(ordered), 4), round(low, 4), round(high, 4), len(ordered))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """No garbage collection in here: it would fall on whoever is being timed."""
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -83,9 +82,20 @@ class Gpu:
     def _wait(self, us: float) -> None:
         torch.cuda._sleep(int(us * self._cycles_per_us))
 
-    def cold(self, calls: dict[str, Call], rounds: int = 25) -> dict[str, Sample]:
-        """GPU time of each call with a cold L2. A call that the host could not be kept ahead of is left
-        out."""
+    def works(self) -> bool:
+        """Whether the context is usable. A failed launch stays CUDA's last error, for the next innocent call
+        to raise: the first try takes that away."""
+        for _ in range(2):
+            try:
+                torch.cuda.synchronize()
+                torch.zeros(1, device="cuda").add_(1).item()
+            except Exception:
+                continue
+            return True
+        return False
+
+    def cold(self, calls: Mapping[str, Call], rounds: int = 25) -> dict[str, Sample]:
+        """GPU time of each call with a cold L2. A call that the host cannot be kept ahead of is left out."""
         lead = {name: 1.5 * _host_us(call) + 30 for name, call in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
         with quiet():
@@ -145,7 +155,7 @@ class Gpu:
                         times[name].append(1e3 * start.elapsed_time(end) / calls)
         return {name: Sample.of(taken) for name, taken in times.items() if len(taken) == rounds}
 
-    def host(self, calls: dict[str, Call], rounds: int = 7, inner: int = 200) -> dict[str, Sample]:
+    def host(self, calls: Mapping[str, Call], rounds: int = 7, inner: int = 200) -> dict[str, Sample]:
         """Host time of each call, nothing waited for; each round is a mean of ``inner`` calls."""
         times: dict[str, list[float]] = {name: [] for name in calls}
         for call in calls.values():
@@ -171,7 +181,7 @@ class Gpu:
         return torch.cuda.max_memory_allocated() - before, result
 
 
-def on_cpu(calls: dict[str, Call], rounds: int = 15, round_us: float = 5e4) -> dict[str, Sample]:
+def on_cpu(calls: Mapping[str, Call], rounds: int = 15, round_us: float = 5e4) -> dict[str, Sample]:
     """Wall clock of each call on torch's threads; each round is a mean over about ``round_us``."""
     threads = torch.get_num_threads()
     timers = {

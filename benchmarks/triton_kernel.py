@@ -41,8 +41,8 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     residual_stride,
     out_stride,
     residual_out_stride,
-    cols,
     eps,
+    COLS: tl.constexpr,
     BLOCK: tl.constexpr,
     TWO_PASS: tl.constexpr,
     STORE_RSTD: tl.constexpr,
@@ -56,17 +56,17 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
 
     if TWO_PASS:
         squares = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, cols, BLOCK):
-            h = _sum(input, residual, start + columns, start + columns < cols)
+        for start in range(0, COLS, BLOCK):
+            h = _sum(input, residual, start + columns, start + columns < COLS)
             squares += h * h
-        rstd = tl.rsqrt(tl.sum(squares, axis=0) / cols + eps)
-        for start in range(0, cols, BLOCK):
-            h = _sum(input, residual, start + columns, start + columns < cols)
-            _store(out, residual_out, weight, start + columns, start + columns < cols, h, rstd)
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / COLS + eps)
+        for start in range(0, COLS, BLOCK):
+            h = _sum(input, residual, start + columns, start + columns < COLS)
+            _store(out, residual_out, weight, start + columns, start + columns < COLS, h, rstd)
     else:
-        h = _sum(input, residual, columns, columns < cols)
-        rstd = tl.rsqrt(tl.sum(h * h, axis=0) / cols + eps)
-        _store(out, residual_out, weight, columns, columns < cols, h, rstd)
+        h = _sum(input, residual, columns, columns < COLS)
+        rstd = tl.rsqrt(tl.sum(h * h, axis=0) / COLS + eps)
+        _store(out, residual_out, weight, columns, columns < COLS, h, rstd)
 
     if STORE_RSTD:
         tl.store(rstd_out + row, rstd)
@@ -114,8 +114,8 @@ def add_rms_norm(
             residual.stride(0),
             out.stride(0),
             residual_out.stride(0),
-            cols,
             eps,
+            COLS=cols,
             BLOCK=block,
             TWO_PASS=two_pass,
             STORE_RSTD=return_rstd,
@@ -131,10 +131,7 @@ def _copy_kernel(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """Copies the bytes of one dense tensor over another of the same size, which is a multiple of four
-    bytes."""
-    words = source.view(torch.int32)
+    """Copies one dense tensor over another of the same size and dtype, four bytes an element."""
     block = 1024  # 4 KiB: two 16-byte vectors a thread
-    _copy_kernel[(triton.cdiv(words.numel(), block),)](
-        words, target.view(torch.int32), words.numel(), BLOCK=block
-    )
+    count = source.numel()
+    _copy_kernel[(triton.cdiv(count, block),)](source, target, count, BLOCK=block)

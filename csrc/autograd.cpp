@@ -98,6 +98,9 @@ struct AddRMSNormFunction : torch::autograd::Function<AddRMSNormFunction> {
     }
     ctx->save_for_backward({residual.has_value() ? residual_out : input, rstd, get(weight) ? *weight : Tensor()});
     ctx->set_materialize_grads(false);
+    if (residual.has_value() && !input.requires_grad() && !residual->requires_grad()) {
+      ctx->mark_non_differentiable({residual_out});  // it does not depend on the weight
+    }
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["offset"] = offset;
     ctx->saved_data["input_dtype"] = static_cast<int64_t>(input.scalar_type());
@@ -106,12 +109,16 @@ struct AddRMSNormFunction : torch::autograd::Function<AddRMSNormFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     constexpr size_t kInput = 0, kResidual = 1, kWeight = 2, kArguments = 7;
+    const bool has_residual = grads.size() > 1;
     const auto saved = ctx->get_saved_variables();
     const Tensor &residual_out = saved[0], &rstd = saved[1], &weight = saved[2];
     const Tensor& grad_out = grads[0];
-    const Tensor grad_residual_out = grads.size() > 1 ? grads[1] : Tensor();
+    const Tensor grad_residual_out = has_residual ? grads[1] : Tensor();
     const auto input_dtype = static_cast<at::ScalarType>(ctx->saved_data["input_dtype"].toInt());
-    const bool needs_input = ctx->needs_input_grad(kInput), needs_residual = ctx->needs_input_grad(kResidual);
+    // needs_input_grad counts the tensors that were given.
+    const bool needs_input = ctx->needs_input_grad(kInput);
+    const bool needs_residual = has_residual && ctx->needs_input_grad(kResidual);
+    const bool needs_weight = weight.defined() && ctx->needs_input_grad(has_residual ? kWeight : kWeight - 1);
 
     variable_list results(kArguments);
     if (!grad_out.defined()) {  // only residual_out was used: the sum hands its gradient on
@@ -125,14 +132,14 @@ struct AddRMSNormFunction : torch::autograd::Function<AddRMSNormFunction> {
     int64_t mask = 0;
     if (needs_input || (same_dtype && needs_residual)) mask |= kGradInput;
     if (!same_dtype && needs_residual) mask |= kGradResidual;
-    if (weight.defined() && ctx->needs_input_grad(kWeight)) mask |= kGradWeight;
+    if (needs_weight) mask |= kGradWeight;
     auto [grad_input, grad_residual, grad_weight] = add_rms_norm_backward(
         grad_out, grad_residual_out.defined() ? OptionalTensor(grad_residual_out) : std::nullopt, residual_out, rstd,
         weight.defined() ? OptionalTensor(weight) : std::nullopt, ctx->saved_data["eps"].toDouble(),
         ctx->saved_data["offset"].toDouble(), input_dtype, mask);
     if (needs_residual) results[kResidual] = same_dtype ? grad_input : grad_residual;
     if (needs_input) results[kInput] = grad_input;
-    if (mask & kGradWeight) results[kWeight] = grad_weight;
+    if (needs_weight) results[kWeight] = grad_weight;
     return results;
   }
 };

@@ -50,7 +50,6 @@ inline void check_like_input(const char* op, const char* name, const at::Tensor&
 }
 
 inline void check_input(const char* op, const at::Tensor& input) {
-  TORCH_CHECK(input.layout() == at::kStrided, op, ": expected a strided input, got layout ", input.layout());
   TORCH_CHECK(input.dim() >= 1 && input.sym_size(-1) >= 1, op,
               ": expected input with at least one dimension and a last dimension of at least 1, got shape ", input.sym_sizes());
   TORCH_CHECK(is_supported(input.scalar_type()), op,

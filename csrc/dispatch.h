@@ -25,6 +25,17 @@ void dispatch_dtypes(DType input, DType residual, DType out, F f) {
   }
 }
 
+// Calls f(T(), R(), O(), W()) with the weight's element type too: input's or the one computed in.
+template <class Half, class BFloat16, class F>
+void dispatch_dtypes(DType input, DType residual, DType out, DType weight, F f) {
+  dispatch_dtypes<Half, BFloat16>(input, residual, out, [&](auto t, auto r, auto o) {
+    if constexpr (sizeof(t) == 2) {
+      if (weight == DType::kFloat) return f(t, r, o, float());
+    }
+    f(t, r, o, t);
+  });
+}
+
 template <class Half, class BFloat16, class F>
 void dispatch_dtype(DType dtype, F f) {
   switch (dtype) {

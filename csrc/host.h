@@ -40,11 +40,16 @@ inline at::Tensor empty_rstd(const at::Tensor& input) {
                           input.options().dtype(accumulation_dtype(input.scalar_type())));
 }
 
-// Kernels read a weight of dense elements; a strided one is copied.
-inline at::Tensor dense_weight(const at::Tensor* weight) { return weight ? weight->contiguous() : at::Tensor(); }
+// The weight as kernels read it: dense, in input's dtype or in the one computed in. One of another dtype, or strided, is copied.
+inline at::Tensor dense_weight(const at::Tensor* weight, at::ScalarType input_dtype) {
+  if (weight == nullptr) return {};
+  const auto compute_dtype = accumulation_dtype(input_dtype);
+  const auto dtype = weight->scalar_type() == input_dtype ? input_dtype : compute_dtype;
+  return weight->to(dtype).contiguous();
+}
 
-inline Vector kernel_weight(const at::Tensor& weight) {
-  return weight.defined() ? Vector{weight.data_ptr(), kernel_dtype(weight.scalar_type())} : Vector{};
+inline Weight kernel_weight(const at::Tensor& weight) {
+  return weight.defined() ? Weight{weight.data_ptr(), kernel_dtype(weight.scalar_type())} : Weight{};
 }
 
 // The arguments common to the forward ops, checked. residual is null in rms_norm.
@@ -73,7 +78,7 @@ using ForwardLayout = RowLayout<4>;  // of input, residual, out, residual_out
 
 template <class Backend>
 void launch_forward(const ForwardCall& call, const ForwardLayout& layout, const at::Tensor& out, void* rstd) {
-  const at::Tensor weight = dense_weight(call.weight);
+  const at::Tensor weight = dense_weight(call.weight, call.input.scalar_type());
   ForwardParams params;
   params.shape = layout.shape;
   params.input = layout.tensors[0];
@@ -139,7 +144,7 @@ void forward_into(const ForwardCall& call, const at::Tensor& out, const at::Tens
                 out.strides(), " (out)");
     TORCH_CHECK(!overlaps_itself(h, layout->shape), call.op, ": expected rows that do not share memory, got strides ",
                 residual_out.strides(), " (residual_out)");
-    const bool in_place = out.is_same(call.input);
+    const bool in_place = out.is_same(call.input) && residual_out.is_same(*call.residual);
     check_apart(overlap(y, itemsize(out), h, itemsize(residual_out), layout->shape) == Overlap::kNone,
                 in_place ? "input" : "out", in_place ? "residual" : "residual_out");
     for (const auto& [result, result_itemsize, name] :
@@ -226,7 +231,7 @@ struct Ops {
         if (grad_weight.defined()) grad_weight.zero_();
       } else if (output_mask != 0) {
         const auto launch = [&](const RowLayout<5>& layout) {
-          const at::Tensor scale = dense_weight(get(weight));
+          const at::Tensor scale = dense_weight(get(weight), input_dtype);
           BackwardParams params;
           params.shape = layout.shape;
           params.grad_out = layout.tensors[0];
@@ -236,7 +241,10 @@ struct Ops {
           params.grad_residual = layout.tensors[4];
           params.rstd = rstd.data_ptr();
           params.weight = kernel_weight(scale);
-          params.grad_weight = grad_weight.defined() ? grad_weight.data_ptr() : nullptr;
+          if (grad_weight.defined()) {
+            params.grad_weight = grad_weight.data_ptr();
+            params.grad_weight_dtype = kernel_dtype(grad_weight.scalar_type());
+          }
           params.input_dtype = kernel_dtype(input_dtype);
           params.residual_dtype = kernel_dtype(residual_out.scalar_type());
           params.out_dtype = kernel_dtype(grad_out.scalar_type());

@@ -22,8 +22,9 @@ struct Shape {
   int64_t cols = 0;
 };
 
-struct Vector {
-  const void* data = nullptr;  // null: absent; else cols dense elements
+// cols dense elements of input's dtype or of the one computed in (fp32; fp64 for fp64 inputs).
+struct Weight {
+  const void* data = nullptr;  // null: absent
   DType dtype = DType::kFloat;
 };
 
@@ -31,7 +32,7 @@ struct ForwardParams {
   Shape shape;
   Rows input, residual, out, residual_out;  // residual and residual_out absent: h = input
   void* rstd = nullptr;                     // rows elements of the accumulation type, or null
-  Vector weight;
+  Weight weight;
   DType input_dtype, residual_dtype, out_dtype;
   double eps, offset;
   bool round_sum, round_normalized;  // to residual_dtype, before the statistics and before the weight
@@ -42,9 +43,9 @@ struct BackwardParams {
   Rows grad_out, grad_residual_out, residual_out;  // grad_residual_out may be absent
   Rows grad_input, grad_residual;                  // either may be absent
   const void* rstd = nullptr;
-  Vector weight;
-  void* grad_weight = nullptr;  // cols elements of weight's dtype, or null
-  DType input_dtype, residual_dtype, out_dtype;
+  Weight weight;
+  void* grad_weight = nullptr;  // cols elements of grad_weight_dtype, or null
+  DType input_dtype, residual_dtype, out_dtype, grad_weight_dtype;
   double offset;
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
-from fused_add_rms_norm import _load
+from fused_add_rms_norm import __main__, _load
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(_load.__file__).parent
@@ -105,14 +107,14 @@ def test_compilers_fit_into_memory(build: ModuleType, cpus: int, gib: int, jobs:
 
 @pytest.fixture
 def fake_toolkit(build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """setup.py's main() under a torch for CUDA 13.2, an nvcc of 13.0 and no GPU; setup() notes its arguments."""
+    """setup.py's main() with a torch for CUDA 13.2, an nvcc of 13.0, no GPU; notes what setup() is told."""
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && echo "release 13.0, V13.0.1" || echo sm_80; echo sm_90\n'
     )
     nvcc.chmod(0o755)
-    for module in (build, torch.utils.cpp_extension):
+    for module in (build, cpp_extension):
         monkeypatch.setattr(module, "CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -163,6 +165,24 @@ def test_no_two_sources_share_an_object_file(build: ModuleType, fake_toolkit: Si
     (extension,) = fake_toolkit.ext_modules
     objects = [str(Path(source).with_suffix(".o")) for source in extension.sources]
     assert len(objects) == len(set(objects))
+
+
+def test_the_library_carries_what_it_was_built_for() -> None:
+    targets = _load._C.build_info()["cuda_targets"]
+    beside_triton = next(
+        Path(torch.__file__).parent.parent.glob("triton/backends/nvidia/bin/cuobjdump"), None
+    )
+    cuobjdump = shutil.which("cuobjdump") or beside_triton
+    if targets is None or cuobjdump is None:
+        pytest.skip("needs a build with CUDA kernels, and cuobjdump")
+
+    def carried(kind: str) -> set[str]:
+        listing = subprocess.check_output([cuobjdump, kind, _load._C.__file__], text=True)
+        return set(re.findall(r"\.sm_(\d+a?)\.", listing))
+
+    wanted = re.findall(r"(\d+)\.(\da?)(\+PTX)?", targets)
+    assert carried("--list-elf") == {major + minor for major, minor, _ in wanted}
+    assert carried("--list-ptx") == {major + minor for major, minor, ptx in wanted if ptx}
 
 
 def test_a_build_without_torch_says_how_to_install() -> None:
@@ -232,8 +252,18 @@ def test_a_gpu_without_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(warnings) == 1
 
 
-def test_the_report_names_versions_and_checks_every_device() -> None:
-    result = run_python("-m", "fused_add_rms_norm")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f"torch {torch.__version__}" in result.stdout
-    assert result.stdout.count("self-check ok") == 1 + torch.cuda.device_count()
+def test_the_report_names_versions_and_checks_every_device(capsys: pytest.CaptureFixture[str]) -> None:
+    status = __main__.main()
+    report = capsys.readouterr().out
+    assert status == 0, report
+    assert f"torch {torch.__version__}" in report
+    served = torch.cuda.device_count() if _load._C.build_info()["cuda"] else 0
+    assert report.count("self-check ok") == 1 + served
+
+
+def test_the_report_tells_a_wrong_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(__main__, "add_rms_norm", lambda input, residual, weight: (input, residual))
+    assert __main__.main() == 1
+    assert "self-check FAILED: out is off by" in capsys.readouterr().out

@@ -11,9 +11,10 @@
 namespace fused {
 namespace {
 
-constexpr int64_t kBlock = 32;         // two AVX-512 registers of floats
+constexpr int64_t kBlock = 32;             // two AVX-512 registers of floats
+constexpr int64_t kSegment = 128 * kBlock;  // columns one after the other in a partial sum: longer rows would lose digits
 constexpr int64_t kGrainElements = 32768;  // a task smaller than this costs more to hand out than to do
-constexpr int64_t kWeightGroups = 64;  // partial sums of grad_weight; fixed, so that its bits do not depend on the threads
+constexpr int64_t kWeightGroups = 64;      // partial sums of grad_weight; fixed, so that its bits do not depend on the threads
 
 template <class T>
 using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -71,18 +72,26 @@ template <class T, class A>
 }
 
 template <class Step>
-[[gnu::always_inline]] inline void for_each_block(int64_t cols, const Step& step) {
-  int64_t col = 0;
-  for (; col + kBlock <= cols; col += kBlock) step(col, kBlock);
-  if (col < cols) step(col, cols - col);
+[[gnu::always_inline]] inline void for_each_block(int64_t begin, int64_t end, const Step& step) {
+  int64_t col = begin;
+  for (; col + kBlock <= end; col += kBlock) step(col, kBlock);
+  if (col < end) step(col, end - col);
 }
 
-template <class A>
-[[gnu::always_inline]] inline A total(Block<A>& sums) {
-  for (int64_t half = kBlock / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) sums.v[i] += sums.v[i + half];
+// The sum over a row of what `step` adds to the elements of its last argument.
+template <class A, class Step>
+[[gnu::always_inline]] inline A sum_blocks(int64_t cols, const Step& step) {
+  A sum = 0;
+  for (int64_t begin = 0; begin < cols; begin += kSegment) {
+    Block<A> sums = {};
+    for_each_block(begin, std::min(begin + kSegment, cols),
+                   [&](int64_t col, int64_t count) __attribute__((always_inline)) { step(col, count, sums); });
+    for (int64_t half = kBlock / 2; half > 0; half /= 2) {
+      for (int64_t i = 0; i < half; ++i) sums.v[i] += sums.v[i + half];
+    }
+    sum += sums.v[0];
   }
-  return sums.v[0];
+  return sum;
 }
 
 template <class T>
@@ -93,7 +102,7 @@ T* row_of(const Rows& rows, const Shape& shape, int64_t row) {
 
 // offset + weight, or ones.
 template <class A>
-std::vector<A> scale_row(const Vector& weight, double offset, int64_t cols) {
+std::vector<A> scale_row(const Weight& weight, double offset, int64_t cols) {
   std::vector<A> scale(cols, A(1));
   if (weight.data == nullptr) return scale;
   dispatch_dtype<at::Half, at::BFloat16>(weight.dtype, [&](auto w) {
@@ -120,8 +129,7 @@ struct ForwardRows {
       R* residual_out = row_of<R>(p.residual_out, p.shape, row);
       O* out = row_of<O>(p.out, p.shape, row);
 
-      Block<A> squares = {};
-      for_each_block(cols, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
+      const auto add_squares = [&](int64_t col, int64_t count, Block<A>& squares) __attribute__((always_inline)) {
         Block<A> h = load<A>(input + col, count);
         if (residual) {
           const Block<A> r = load<A>(residual + col, count);
@@ -131,12 +139,12 @@ struct ForwardRows {
         }
         for (int64_t i = 0; i < count; ++i) squares.v[i] += h.v[i] * h.v[i];
         store(h, sum.data() + col, count);
-      });
-
-      const A rstd = A(1) / std::sqrt(total(squares) / static_cast<A>(cols) + static_cast<A>(p.eps));
+      };
+      const A mean = sum_blocks<A>(cols, add_squares) / static_cast<A>(cols);
+      const A rstd = A(1) / std::sqrt(mean + static_cast<A>(p.eps));
       if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
 
-      for_each_block(cols, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
+      for_each_block(0, cols, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
         Block<A> n = load<A>(sum.data() + col, count);
         for (int64_t i = 0; i < count; ++i) n.v[i] *= rstd;
         if (p.round_normalized) round_to<R>(n, count);
@@ -170,16 +178,15 @@ struct BackwardRows {
 
       A projection = 0;  // mean(dy * w * n)
       if (grad_input || grad_residual) {
-        Block<A> sums = {};
-        for_each_block(cols, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
+        const auto add_products = [&](int64_t col, int64_t count, Block<A>& sums) __attribute__((always_inline)) {
           const Block<A> dy = load<A>(grad_out + col, count), h = load<A>(residual_out + col, count);
           const Block<A> w = load<A>(scale + col, count);
           for (int64_t i = 0; i < count; ++i) sums.v[i] += dy.v[i] * w.v[i] * h.v[i];
-        });
-        projection = total(sums) * rstd / static_cast<A>(cols);
+        };
+        projection = sum_blocks<A>(cols, add_products) * rstd / static_cast<A>(cols);
       }
 
-      for_each_block(cols, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
+      for_each_block(0, cols, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
         const Block<A> dy = load<A>(grad_out + col, count);
         Block<A> n = load<A>(residual_out + col, count);
         for (int64_t i = 0; i < count; ++i) n.v[i] *= rstd;
@@ -205,7 +212,7 @@ struct BackwardRows {
 
 template <class A>
 void finish_grad_weight(const std::vector<A>& partials, int64_t groups, const BackwardParams& p) {
-  dispatch_dtype<at::Half, at::BFloat16>(p.weight.dtype, [&](auto w) {
+  dispatch_dtype<at::Half, at::BFloat16>(p.grad_weight_dtype, [&](auto w) {
     auto* grad_weight = static_cast<decltype(w)*>(p.grad_weight);
     at::parallel_for(0, p.shape.cols, std::max<int64_t>(1, kGrainElements / groups), [&](int64_t begin, int64_t end) {
       for (int64_t col = begin; col < end; ++col) {

@@ -44,16 +44,27 @@ const Gpu& gpu_of(c10::DeviceIndex device) {
                   properties->major, ".", properties->minor);
     }
     C10_CUDA_CHECK(error);
-    gpus[device] = Gpu{properties->multiProcessorCount, static_cast<int>(properties->sharedMemPerBlockOptin), target >= 90};
+    Gpu& gpu = gpus[device];
+    gpu.sms = properties->multiProcessorCount;
+    gpu.shared_bytes = static_cast<int>(properties->sharedMemPerBlockOptin);
+    gpu.hopper = gpu.dependent = target >= 90;
+    for (int i = 0; gpu.hopper && i < 5; ++i) {
+      if (cuda::resident_clusters(1 << i, gpu.shared_bytes, &gpu.clusters[i]) != cudaSuccess) {
+        gpu.clusters[i] = 0;  // larger than this GPU schedules
+        (void)cudaGetLastError();
+      }
+    }
     known[device].store(true, std::memory_order_release);  // threads that raced wrote the same values
   }
   return gpus[device];
 }
 
-// Every row starts on 16 bytes and holds whole vectors.
+// Every row, and the weight, starts on 16 bytes and holds whole vectors.
 template <size_t N>
-bool is_aligned(const Shape& shape, int64_t vector_elements, const std::array<std::pair<const Rows*, DType>, N>& tensors) {
+bool is_aligned(const Shape& shape, int64_t vector_elements, const Weight& weight,
+                const std::array<std::pair<const Rows*, DType>, N>& tensors) {
   if (shape.cols % vector_elements != 0) return false;
+  if (reinterpret_cast<uintptr_t>(weight.data) % kVectorBytes != 0) return false;
   for (const auto& [rows, dtype] : tensors) {
     if (rows->data == nullptr) continue;
     const int64_t bytes = itemsize(dtype);
@@ -72,7 +83,7 @@ struct Cuda {
     const auto device = input.device().index();
     const Gpu& gpu = gpu_of(device);
     const int64_t vector_elements = kVectorBytes / itemsize(p.input_dtype);
-    const bool aligned = is_aligned<4>(p.shape, vector_elements,
+    const bool aligned = is_aligned<4>(p.shape, vector_elements, p.weight,
                                        {{{&p.input, p.input_dtype},
                                          {&p.residual, p.residual_dtype},
                                          {&p.out, p.out_dtype},
@@ -87,16 +98,16 @@ struct Cuda {
     const auto stream = c10::cuda::getCurrentCUDAStream(device);
     const Gpu& gpu = gpu_of(device);
     const int64_t vector_elements = kVectorBytes / itemsize(p.input_dtype);
-    const bool aligned = is_aligned<5>(p.shape, vector_elements,
+    const bool aligned = is_aligned<5>(p.shape, vector_elements, p.weight,
                                        {{{&p.grad_out, p.out_dtype},
                                          {&p.grad_residual_out, p.residual_dtype},
                                          {&p.residual_out, p.residual_dtype},
                                          {&p.grad_input, p.input_dtype},
                                          {&p.grad_residual, p.residual_dtype}}});
     const bool ring = gpu.hopper && aligned && p.input_dtype != DType::kDouble;
-    const int64_t stage_bytes = vector_elements * (itemsize(p.out_dtype) + 2 * itemsize(p.residual_dtype));
-    const auto config = cuda::backward_config(cuda::div_up(p.shape.cols, vector_elements),
-                                              ring ? static_cast<int>(stage_bytes) : 0, gpu);
+    const auto vector_bytes = [&](DType dtype) { return static_cast<int>(vector_elements) * itemsize(dtype); };
+    const auto config = cuda::backward_config(cuda::div_up(p.shape.cols, vector_elements), vector_bytes(p.out_dtype),
+                                              vector_bytes(p.residual_dtype), ring, gpu);
 
     at::Tensor partials;
     const int64_t partial_rows = cuda::partial_rows(config, p.shape.rows, gpu);
@@ -105,7 +116,7 @@ struct Cuda {
       partials = at::empty({partial_rows, p.shape.cols}, residual_out.options().dtype(dtype));
     }
     void* partial_data = p.grad_weight ? partials.data_ptr() : nullptr;
-    C10_CUDA_CHECK(config.stages > 0
+    C10_CUDA_CHECK(config.kernel == cuda::BackwardKernel::kRing
                        ? cuda::launch_backward_ring(p, config, partial_data, gpu, device, stream)
                        : cuda::launch_backward(p, config, partial_data, aligned, gpu, device, stream));
     if (p.grad_weight) C10_CUDA_CHECK(cuda::launch_finish_grad_weight(p, partial_data, partial_rows, gpu, device, stream));

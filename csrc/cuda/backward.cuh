@@ -20,8 +20,8 @@ __device__ __forceinline__ A weighted_product(const A (&dy)[N], const A (&h)[N],
 
 // mean(dy * w * n) from that sum.
 template <class A>
-__device__ __forceinline__ A mean_projection(A sum, A rstd, int64_t cols) {
-  return multiply(sum, rstd) / static_cast<A>(cols);
+__device__ __forceinline__ A mean_projection(A sum, A rstd, A inverse_cols) {
+  return multiply(multiply(sum, rstd), inverse_cols);
 }
 
 template <int N, class A>

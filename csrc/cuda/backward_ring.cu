@@ -1,9 +1,10 @@
-// Backward for Hopper and rows that start on 16 bytes. Persistent blocks, each with a ring of stages in shared memory; a stage holds
-// grad_out, residual_out and grad_residual_out of rows_per_block rows (of this block's columns, where a cluster shares a row) and is
-// filled by bulk copies, so that several rows are on their way while one is worked on.
+// Backward for Hopper and rows that start on 16 bytes. One block an SM stays for the whole launch; its teams of threads work
+// on rows of their own. A team has a ring of stages in shared memory; a stage holds grad_out, residual_out and grad_residual_out of a
+// row (of this block's columns, where a cluster shares the row; of several rows, where they are short) and is filled by bulk
+// copies, so that rows are on their way while one is worked on.
 //
-// A row is finished one iteration after its sum was formed: neither the block's nor the cluster's exchange is waited for. A stage is
-// given back a block barrier later than it was last read, so three stages are the least that make progress.
+// A row is finished one iteration after its sum was formed: neither the team's nor the cluster's exchange is waited for. A stage is
+// given back a barrier later than it was last read, so three stages are the least that make progress.
 #include "cuda/backward.cuh"
 #include "cuda/backward.h"
 #include "cuda/hopper.cuh"
@@ -15,212 +16,188 @@
 namespace fused::cuda {
 namespace {
 
-// Sums in flight between blocks: a peer can be one iteration behind in reading and another ahead in writing.
-constexpr int kSumSlots = 4;
+constexpr int kWantsGradInput = 1, kWantsGradWeight = 2;
 
 template <class T, int N>
 __device__ __forceinline__ Words<T, N> load_shared(const T* from) {
-  Words<T, N> words;
-#pragma unroll
-  for (int i = 0; i < Words<T, N>::kCount / 4; ++i) {
-    load_block(reinterpret_cast<const char*>(from) + i * kBlockBytes, words.word + 4 * i);
-  }
-  return words;
+  return load<true, T, N>(from, N);
 }
 
-template <class T, class R, class O, int V>
-__global__ void __launch_bounds__(512)
-    backward_in_a_ring(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardConfig config, int chunks,
-                       int ring_at, float* partials) {
-  constexpr int N = kVectorElements<T>;
+// Wants: kWantsGradInput (grad_input and, under an fp32 residual, grad_residual), kWantsGradWeight. What the shape decides is
+// settled before the loop over rows: within it, a vector beyond the row's end is computed like the others, on whatever shared memory
+// holds, and left out of the sum and of the stores, so that the vectors' loads and arithmetic interleave.
+template <class T, class R, class O, class W, int V, int Wants>
+__global__ void __launch_bounds__(ring_threads(V))
+    backward_in_a_ring(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardConfig config,
+                       const __grid_constant__ SumLayout sum_layout, const __grid_constant__ RingLayout layout, float* partials) {
+  constexpr int N = kVectorElements<T>, kStride = kWarp * N;  // columns from one of a thread's vectors to the next
+  constexpr bool kWantsInput = Wants & kWantsGradInput, kWantsWeight = Wants & kWantsGradWeight;
   extern __shared__ __align__(128) unsigned char shared[];
 
-  const int threads = config.threads, warps = threads / kWarp, lanes = min(threads, kWarp);
-  const int rows_per_block = config.rows_per_block, stages = config.stages, cluster = config.cluster;
-  const int thread = threadIdx.x, thread_of_block = threadIdx.y * threads + thread;
-  const int lane = thread_of_block % kWarp, warp_of_block = thread_of_block / kWarp;
-  const int rank = cluster > 1 ? cluster_rank() : 0;
-  const int slice = threads * V * N, cols = static_cast<int>(p.shape.cols);  // slice: this block's columns
-  const int slice_col = rank * slice, slice_cols = max(0, min(slice, cols - slice_col));
-  const bool has_dh = p.grad_residual_out.data != nullptr;
-  const bool wants_dx = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
+  // threadIdx.x counts within a team; a team has one row, or 32 / threads short ones.
+  const int threads = config.threads, lanes = min(threads, kWarp), team_rows = kWarp / lanes, stages = config.stages;
+  const int team = threadIdx.y, lane = threadIdx.x % kWarp, lane_of_row = lane % lanes, row_of_team = lane / lanes;
+  const int cluster = config.cluster, warps = max(threads / kWarp, 1);  // of a row and block
+  const int warp = (cluster > 1 ? cluster_rank() * warps : 0) + threadIdx.x / kWarp;  // of the row
+  const int slice = V * threads * N, slice_col = warp / warps * slice, cols = static_cast<int>(p.shape.cols);
+  const int slice_cols = max(0, min(slice, cols - slice_col));  // this block's columns
+  const int col_of_slice = (threadIdx.x / kWarp * V * kWarp + lane_of_row) * N;
+  const bool has_dh = kWantsInput && p.grad_residual_out.data != nullptr, has_weight = p.weight.data != nullptr;
+  const float inverse_cols = 1.0f / static_cast<float>(cols), offset = static_cast<float>(p.offset);
+  bool owns[V];
+#pragma unroll
+  for (int v = 0; v < V; ++v) owns[v] = col_of_slice + v * kStride < slice_cols;
 
-  // Shared memory: barriers, sums [kSumSlots][rows_per_block][chunks], stages.
-  auto* filled = reinterpret_cast<TransactionBarrier*>(shared);
+  auto* filled = reinterpret_cast<TransactionBarrier*>(shared) + team * (kMaxStages + kSumSlots);
   TransactionBarrier* exchanged = filled + kMaxStages;
-  auto* sums = reinterpret_cast<float*>(exchanged + kSumSlots);
-  unsigned char* ring = shared + ring_at;
-  const int dy_bytes = rows_per_block * slice * sizeof(O), h_bytes = rows_per_block * slice * sizeof(R);
-  const int stage_bytes = dy_bytes + 2 * h_bytes;
-
-  if (thread_of_block == 0) {
-    for (int i = 0; i < stages; ++i) filled[i].init();
-    for (int i = 0; i < kSumSlots; ++i) exchanged[i].init();
+  float* sums = reinterpret_cast<float*>(shared + layout.sums) + (team * team_rows + row_of_team) * kSumSlots * sum_layout.warps;
+  unsigned char* ring = shared + layout.ring + team * stages * layout.stage_bytes;
+  if (threadIdx.x < kMaxStages + kSumSlots) {
+    filled[threadIdx.x].init();
     TransactionBarrier::fence_init();
   }
-  __syncthreads();
+  if (kWantsInput && !has_dh) {  // read as zeros
+    for (int at = threadIdx.x * kBlockBytes; at < stages * layout.stage_bytes; at += blockDim.x * kBlockBytes) {
+      *reinterpret_cast<uint4*>(ring + at) = {};
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
   if (cluster > 1) {
     cluster_arrive();
     cluster_wait();
+  } else {
+    __syncthreads();
   }
   launch_dependents();
   wait_for_predecessor();
 
-  const int64_t groups = (p.shape.rows + rows_per_block - 1) / rows_per_block, clusters = gridDim.x / cluster;
-  const int64_t first_group = blockIdx.x / cluster;
-  const int64_t iterations = (groups - first_group + clusters - 1) / clusters;
-  const auto row_of_iteration = [&](int64_t i) { return (first_group + i * clusters) * rows_per_block; };
+  // Teams of different SMs before those of one, so that no SM has two rows more than another.
+  const int64_t clusters = gridDim.x / cluster, step = clusters * config.teams * team_rows;
+  const int64_t first_row = (blockIdx.x / cluster + team * clusters) * team_rows;
+  const int iterations = first_row < p.shape.rows ? static_cast<int>((p.shape.rows - first_row + step - 1) / step) : 0;
 
-  // By all lanes of warp 0: a lane copies a tensor's piece of a row.
-  const auto fill = [&](int64_t iteration, int stage) {
-    const int64_t row = row_of_iteration(iteration);
-    const int rows = static_cast<int>(min(static_cast<int64_t>(rows_per_block), p.shape.rows - row));
-    const int tensors = has_dh && wants_dx ? 3 : 2;
-    unsigned char* at = ring + stage * stage_bytes;
-    if (lane == 0) {
-      filled[stage].arrive_expecting(rows * slice_cols * (sizeof(O) + (tensors - 1) * sizeof(R)));
-    }
+  // By all lanes of the team's first warp: four lanes to a row, one to a tensor.
+  const auto fill = [&](int64_t row, int stage) {
+    const int tensors = has_dh ? 3 : 2, tensor = lane % 4;
+    const int rows = static_cast<int>(min(static_cast<int64_t>(team_rows), p.shape.rows - row));
+    if (lane == 0) filled[stage].arrive_expecting(rows * slice_cols * (sizeof(O) + (tensors - 1) * sizeof(R)));
     __syncwarp();
-    if (slice_cols == 0) return;
-    for (int copy = lane; copy < rows * tensors; copy += kWarp) {
-      const int r = copy / tensors, tensor = copy % tensors;
-      if (tensor == 0) {
-        bulk_copy(at + r * slice * sizeof(O), row_of<const O>(p.grad_out, p.shape, row + r) + slice_col, slice_cols * sizeof(O),
-                  filled[stage]);
-      } else {
-        const Rows& from = tensor == 1 ? p.residual_out : p.grad_residual_out;
-        bulk_copy(at + dy_bytes + (tensor - 1) * h_bytes + r * slice * sizeof(R),
-                  row_of<const R>(from, p.shape, row + r) + slice_col, slice_cols * sizeof(R), filled[stage]);
+    const bool is_dy = tensor == 0;
+    const Rows& from = is_dy ? p.grad_out : tensor == 1 ? p.residual_out : p.grad_residual_out;
+    const int item = is_dy ? sizeof(O) : sizeof(R), place = is_dy ? 0 : tensor == 1 ? layout.h : layout.dh;
+#pragma unroll 1
+    for (int r = lane / 4; r < rows; r += kWarp / 4) {
+      const RowIndex index(p.shape, row + r);
+      const auto* source = static_cast<const char*>(from.data) +
+                           (index.outer * from.outer_stride + index.inner * from.inner_stride + slice_col) * item;
+      if (tensor < tensors && slice_cols > 0) {
+        bulk_copy(ring + stage * layout.stage_bytes + place + r * slice * item, source, slice_cols * item, filled[stage]);
       }
     }
   };
-  if (warp_of_block == 0) {
-    for (int i = 0; i < stages && i < iterations; ++i) fill(i, i);
-  }
 
-  float w[V][N], grad_weight[V][N] = {};
-  load_scale(Scale<float>{p.weight, static_cast<float>(p.offset)}, slice_col + thread * N, threads * N, cols, w);
-
-  const auto owns = [&](int v) { return (v * threads + thread) * N < slice_cols; };
-  const int thread_offset = threadIdx.y * slice + thread * N;  // in a stage's tensor
-  const auto dy_at = [&](int stage, int v) {
-    return reinterpret_cast<const O*>(ring + stage * stage_bytes) + thread_offset + v * threads * N;
-  };
-  const auto h_at = [&](int stage, int v, int tensor) {
-    return reinterpret_cast<const R*>(ring + stage * stage_bytes + dy_bytes + (tensor - 1) * h_bytes) + thread_offset +
-           v * threads * N;
-  };
-  const auto sums_of = [&](int slot) { return sums + (slot * rows_per_block + threadIdx.y) * chunks; };
-
-  int stage = 0, previous_stage = 0;
-  uint32_t phase = 0;
+  float scale[V][N], grad_weight[V][N] = {};
+  const int stage_col = row_of_team * slice + col_of_slice;
+  int stage = 0, phase = 0;  // of this iteration
   float rstd = 0;
-  for (int64_t i = 0; i <= iterations; ++i) {
-    const int slot = i % kSumSlots;
+  const unsigned char* previous = nullptr;
+  for (int i = -stages; i <= iterations; ++i) {
+    const unsigned char* at = ring + stage * layout.stage_bytes;
+    const int64_t row = first_row + i * step + row_of_team;
     float next_rstd = 0;
-    if (i < iterations) {  // the sum of this iteration's rows
-      const int64_t row = row_of_iteration(i) + threadIdx.y;
+    if (i >= 0 && i < iterations) {  // the sum of this iteration's rows
       const bool active = row < p.shape.rows;
       if (active) next_rstd = static_cast<const float*>(p.rstd)[row];
       filled[stage].wait(phase);
-      if (wants_dx) {
+      if constexpr (kWantsInput) {
+        const O* dy_at = reinterpret_cast<const O*>(at) + stage_col;
+        const R* h_at = reinterpret_cast<const R*>(at + layout.h) + stage_col;
         float products[V];
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          products[v] = 0;
-          if (active && owns(v)) {
-            float dy[N], h[N];
-            unpack(load_shared<O, N>(dy_at(stage, v)), dy);
-            unpack(load_shared<R, N>(h_at(stage, v, 1)), h);
-            products[v] = weighted_product(dy, h, w[v]);
-          }
+          float dy[N], h[N];
+          unpack(load_shared<O, N>(dy_at + v * kStride), dy);
+          unpack(load_shared<R, N>(h_at + v * kStride), h);
+          const float product = weighted_product(dy, h, scale[v]);
+          products[v] = owns[v] && active ? product : 0.0f;
         }
-        float sum = chunk_sums(products, lane, lanes);
-        constexpr int kReplicas = kWarp / V;
-        if (threads <= kWarp && cluster == 1) {
-          sum = add_chunks_in_warp<V>(sum);
-          if (thread == 0) sums_of(slot)[0] = sum;
-        } else {
-          const int chunk = (rank * V + chunk_of_lane<V>(lane)) * warps + thread / kWarp;
-          if (cluster == 1) {
-            if (lane % kReplicas == 0 && chunk < chunks) sums_of(slot)[chunk] = sum;
-          } else {
-            if (thread_of_block == 0) exchanged[slot].arrive_expecting(chunks * sizeof(float));
-            if (chunk < chunks) {
-              for (int peer = lane % kReplicas; peer < cluster; peer += kReplicas) {
-                store_in_peer(sums_of(slot) + chunk, sum, exchanged[slot], peer);
-              }
-            }
+        const float sum = warp_sum(products, lane, lanes);
+        const int slot = i % kSumSlots;
+        if (cluster > 1) {
+          if (threadIdx.x == 0) exchanged[slot].arrive_expecting(sum_layout.warps * sizeof(float));
+          if (warp < sum_layout.warps && lane < cluster) {
+            store_in_peer(sums + slot * sum_layout.warps + warp, sum, exchanged[slot], lane);
           }
+        } else if (lane_of_row == 0 && warp < sum_layout.warps) {
+          sums[slot * sum_layout.warps + warp] = sum;
         }
       }
     }
 
     if (i > 0) {  // the gradients of the iteration before
-      const int64_t row = row_of_iteration(i - 1) + threadIdx.y;
-      const int previous_slot = (i - 1) % kSumSlots;
       float projection = 0;
-      if (wants_dx) {
-        if (cluster > 1) exchanged[previous_slot].wait((i - 1) / kSumSlots);
-        const float sum = threads <= kWarp && cluster == 1 ? sums_of(previous_slot)[0]
-                                                           : add_chunks(sums_of(previous_slot), chunks, lane);
-        projection = mean_projection(sum, rstd, cols);
+      if constexpr (kWantsInput) {
+        const int slot = (i - 1) % kSumSlots;
+        if (cluster > 1) exchanged[slot].wait((i - 1) / kSumSlots);
+        projection = mean_projection(add_warp_sums<V>(sums + slot * sum_layout.warps, sum_layout, lane), rstd, inverse_cols);
       }
-      if (row < p.shape.rows) {
-        const int64_t col = slice_col + thread * N;
-        T* grad_input = row_of<T>(p.grad_input, p.shape, row) + col;
-        R* grad_residual = row_of<R>(p.grad_residual, p.shape, row) + col;
+      if (row - step < p.shape.rows) {
+        const RowIndex index(p.shape, row - step);
+        T* grad_input = row_of<T>(p.grad_input, index) + slice_col + col_of_slice;
+        R* grad_residual = row_of<R>(p.grad_residual, index) + slice_col + col_of_slice;
+        const O* dy_at = reinterpret_cast<const O*>(previous) + stage_col;
+        const R* h_at = reinterpret_cast<const R*>(previous + layout.h) + stage_col;
+        const R* dh_at = reinterpret_cast<const R*>(previous + layout.dh) + stage_col;
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          if (!owns(v)) continue;
-          float dy[N], h[N], dx[N] = {};
-          unpack(load_shared<O, N>(dy_at(previous_stage, v)), dy);
-          unpack(load_shared<R, N>(h_at(previous_stage, v, 1)), h);
-          if (partials != nullptr) add_weight_gradient(grad_weight[v], dy, h, rstd);
-          if (!wants_dx) continue;
-          if (has_dh) unpack(load_shared<R, N>(h_at(previous_stage, v, 2)), dx);
-          input_gradient(dx, dy, h, w[v], rstd, projection);
-          const int offset = v * threads * N;
-          if (p.grad_input.data != nullptr) store<true>(grad_input + offset, N, pack<T, N>(dx), false, false);
-          if (p.grad_residual.data != nullptr) store<true>(grad_residual + offset, N, pack<R, N>(dx), false, false);
+          float dy[N], h[N];
+          unpack(load_shared<O, N>(dy_at + v * kStride), dy);
+          unpack(load_shared<R, N>(h_at + v * kStride), h);
+          if constexpr (kWantsWeight) add_weight_gradient(grad_weight[v], dy, h, rstd);
+          if constexpr (kWantsInput) {
+            float dx[N];
+            unpack(load_shared<R, N>(dh_at + v * kStride), dx);
+            input_gradient(dx, dy, h, scale[v], rstd, projection);
+            if (std::is_same_v<T, R> || p.grad_input.data != nullptr) {
+              store<true>(grad_input + v * kStride, owns[v] ? N : 0, pack<T, N>(dx), false, false);
+            }
+            if (!std::is_same_v<T, R> && p.grad_residual.data != nullptr) {
+              store<true>(grad_residual + v * kStride, owns[v] ? N : 0, pack<R, N>(dx), false, false);
+            }
+          }
         }
       }
     }
     rstd = next_rstd;
 
-    __syncthreads();  // this iteration's sums are written, and the stage before has been read
-    if (i > 0 && warp_of_block == 0 && i - 1 + stages < iterations) fill(i - 1 + stages, previous_stage);
-    previous_stage = stage;
+    // This iteration's sums are written, and the stage before has been read: it is filled again.
+    if (i >= 0) team_barrier(team, blockDim.x);
+    const int ahead = i < 0 ? i + stages : i == 0 ? iterations : i - 1 + stages;
+    if (threadIdx.x < kWarp && ahead < iterations) {
+      fill(first_row + ahead * step, i < 0 ? ahead : stage == 0 ? stages - 1 : stage - 1);
+    }
+    if (i == -1) {  // the first rows are on their way
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const W* weight = static_cast<const W*>(p.weight.data) + slice_col + col_of_slice + v * kStride;
+        unpack_scale(load<true, W, N>(weight, has_weight && owns[v] ? N : 0), has_weight, offset, scale[v]);
+        keep_in_registers(scale[v]);
+      }
+    }
+    if (i < 0) continue;
+    previous = at;
     if (++stage == stages) {
       stage = 0;
       phase ^= 1;
     }
   }
 
-  if (partials == nullptr) return;
-  // One partial row a block (a cluster's blocks own its columns): the rows of the block are added in order.
-  auto* others = reinterpret_cast<float*>(ring);
+  if constexpr (kWantsWeight) {
+    partials += ((blockIdx.x / cluster * config.teams + team) * team_rows + row_of_team) * static_cast<int64_t>(cols) + slice_col +
+                col_of_slice;
 #pragma unroll
-  for (int v = 0; v < V; ++v) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      if (threadIdx.y > 0) others[((threadIdx.y - 1) * V * N + v * N + n) * threads + thread] = grad_weight[v][n];
-    }
-  }
-  __syncthreads();
-  if (threadIdx.y > 0) return;
-  partials += first_group * cols + slice_col + thread * N;
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    for (int r = 0; r < rows_per_block - 1; ++r) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) grad_weight[v][n] += others[(r * V * N + v * N + n) * threads + thread];
-    }
-    if (!owns(v)) continue;
-#pragma unroll
-    for (int n = 0; n < N; n += 4) {
-      *reinterpret_cast<float4*>(partials + v * threads * N + n) =
-          make_float4(grad_weight[v][n], grad_weight[v][n + 1], grad_weight[v][n + 2], grad_weight[v][n + 3]);
+    for (int v = 0; v < V; ++v) {
+      store<true>(partials + v * kStride, owns[v] ? N : 0, pack<float, N>(grad_weight[v]), false, false);
     }
   }
 }
@@ -230,35 +207,56 @@ __global__ void __launch_bounds__(512)
 cudaError_t launch_backward_ring(const BackwardParams& p, const BackwardConfig& config, void* grad_weight_partials,
                                  const Gpu& gpu, int device, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
-  dispatch_dtypes<Half, BFloat16>(p.input_dtype, p.residual_dtype, p.out_dtype, [&](auto t, auto r, auto o) {
+  dispatch_dtypes<Half, BFloat16>(p.input_dtype, p.residual_dtype, p.out_dtype, p.weight.dtype, [&](auto t, auto r, auto o, auto w) {
     using T = decltype(t);
     using R = decltype(r);
     using O = decltype(o);
+    using W = decltype(w);
     if constexpr (!std::is_same_v<T, double>) {
-      const int chunks = static_cast<int>(div_up(p.shape.cols, kVectorElements<T> * kWarp));
+      constexpr int N = kVectorElements<T>;
+      const int64_t vectors = div_up(p.shape.cols, N);
+      const RingLayout layout = ring_layout(config, vectors, N * sizeof(O), N * sizeof(R));
       Launch how;
-      how.threads = dim3(config.threads, config.rows_per_block);
+      how.threads = dim3(std::max(config.threads, kWarp), config.teams);
       how.blocks = backward_blocks(config, p.shape.rows, gpu);
       how.cluster = config.cluster;
-      const int ring_at = ring_offset(config.rows_per_block, chunks);
-      how.shared_bytes = ring_at +
-                         config.stages * config.rows_per_block * config.threads * config.vectors_per_thread *
-                             kVectorElements<T> * static_cast<int>(sizeof(O) + 2 * sizeof(R));
-      how.dependent = gpu.hopper;
+      how.shared_bytes = layout.bytes;
+      how.dependent = gpu.dependent;
       how.device = device;
       how.stream = stream;
-      const auto launch_as = [&](auto vectors) {
-        error = launch<backward_in_a_ring<T, R, O, decltype(vectors)::value>>(
-            how, p, config, chunks, ring_at, static_cast<float*>(grad_weight_partials));
+      const auto launch_as = [&](auto v, auto wants) {
+        error = launch<backward_in_a_ring<T, R, O, W, decltype(v)::value, decltype(wants)::value>>(
+            how, p, config, sum_layout(vectors, config.vectors_per_thread), layout, static_cast<float*>(grad_weight_partials));
+      };
+      const auto dispatch_wants = [&](auto v) {
+        const bool wants_input = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
+        if (grad_weight_partials == nullptr) return launch_as(v, Constant<kWantsGradInput>());
+        wants_input ? launch_as(v, Constant<kWantsGradInput | kWantsGradWeight>()) : launch_as(v, Constant<kWantsGradWeight>());
       };
       switch (config.vectors_per_thread) {
-        case 1: return launch_as(Constant<1>());
-        case 2: return launch_as(Constant<2>());
-        default: return launch_as(Constant<4>());
+        case 1: return dispatch_wants(Constant<1>());
+        case 2: return dispatch_wants(Constant<2>());
+        default: return dispatch_wants(Constant<4>());
       }
     }
   });
   return error;
+}
+
+cudaError_t resident_clusters(int cluster, int shared_bytes, int* count) {
+  constexpr auto kernel = backward_in_a_ring<float, float, float, float, 1, kWantsGradInput>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(cluster);
+  config.blockDim = dim3(ring_threads(1));
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(count, kernel, &config);
 }
 
 }  // namespace fused::cuda

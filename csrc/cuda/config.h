@@ -10,12 +10,15 @@ namespace fused::cuda {
 struct Gpu {
   int sms;           // multiprocessors
   int shared_bytes;  // shared memory a block can have
-  bool hopper;       // clusters, bulk copies, dependent launch
+  bool hopper;       // clusters, bulk copies
+  bool dependent;    // dependent launch
+  int clusters[5];   // resident at a time, of 1, 2, 4, 8 and 16 blocks that fill an SM (Hopper)
 };
 
 constexpr int kWarpThreads = 32;
 constexpr int kMaxThreads = 1024;
-constexpr int kMaxCluster = 8;  // the largest that every sm_90 GPU schedules
+constexpr int kPortableCluster = 8;  // the largest that every sm_90 GPU schedules
+constexpr int kMaxCluster = 16;
 
 constexpr int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int round_up(int64_t a, int b) { return static_cast<int>(div_up(a, b)) * b; }
@@ -26,111 +29,162 @@ constexpr int next_power_of_two(int64_t value) {
   return power;
 }
 
-// threads * vectors_per_thread * cluster vectors cover a row; threads is a power of two up to 32 or a multiple of 32.
-struct ForwardConfig {
-  int threads = kMaxThreads;  // a row and block
-  int rows_per_block = 1;
-  int vectors_per_thread = 0;  // 1, 2, 4 or 8, held in registers; 0: one block loops over the row, twice
-  int cluster = 1;             // blocks a row
+// Threads on a row that `vectors` of them cover: a power of two up to 32, or a multiple of 32.
+inline int threads_of_row(int64_t vectors, int vectors_per_thread) {
+  const int64_t threads = div_up(vectors, vectors_per_thread);
+  if (threads > kWarpThreads) return round_up(threads, kWarpThreads);
+  return vectors_per_thread == 1 ? next_power_of_two(threads) : kWarpThreads;
+}
 
+// How the warps' sums of a row are added up (row_sum.cuh).
+struct SumLayout {
+  int warps;   // of a row, of all its blocks, that have vectors
+  int octets;  // of chunks
+  int lanes;   // as many as there are octets, at most 32, a power of two
 };
 
-// `vectors`: vectors in a row (16 bytes of the narrowest tensor each).
+inline SumLayout sum_layout(int64_t vectors, int vectors_per_thread) {
+  constexpr int64_t kOctetVectors = 8 * kWarpThreads;
+  SumLayout layout;
+  layout.warps = static_cast<int>(div_up(vectors, int64_t{vectors_per_thread} * kWarpThreads));
+  layout.octets = static_cast<int>(div_up(vectors, kOctetVectors));
+  layout.lanes = next_power_of_two(std::min(layout.octets, kWarpThreads));
+  return layout;
+}
+
+// Forward. In registers, threads * vectors_per_thread * cluster vectors cover a row; with no vectors, one block reads a row twice.
+struct ForwardConfig {
+  int threads = kMaxThreads;   // a row and block
+  int vectors_per_thread = 0;  // 1, 2, 4 or 8
+  int rows_per_block = 1;
+  int cluster = 1;             // blocks a row (Hopper)
+};
+
+inline ForwardConfig forward_in_registers(int64_t vectors, int vectors_per_thread, int cluster = 1) {
+  return {threads_of_row(div_up(vectors, cluster), vectors_per_thread), vectors_per_thread, 1, cluster};
+}
+
+// `vectors`: in a row, 16 bytes of the narrowest tensor each.
 inline ForwardConfig forward_config(int64_t vectors, int64_t rows, const Gpu& gpu) {
-  const auto with = [&](int vectors_per_thread, int cluster) {
-    ForwardConfig config;
-    config.vectors_per_thread = vectors_per_thread;
-    config.cluster = cluster;
-    config.threads = round_up(div_up(vectors, vectors_per_thread * cluster), kWarpThreads);
-    return config;
-  };
   if (vectors <= kWarpThreads) {  // several rows a warp
-    ForwardConfig config = with(1, 1);
-    config.threads = next_power_of_two(vectors);
+    ForwardConfig config = forward_in_registers(vectors, 1);
     config.rows_per_block = 256 / config.threads;
     return config;
   }
   if (rows <= 2 * gpu.sms && vectors <= 8 * kMaxThreads) {  // latency: as many threads on a row as there are vectors
-    if (gpu.hopper && vectors >= 1024 && rows * 8 <= 4 * gpu.sms) return with(1, 8);
-    if (vectors <= kMaxThreads) return with(1, 1);
+    if (gpu.hopper && vectors >= 512 && rows <= 16) return forward_in_registers(vectors, 1, 8);
+    if (gpu.hopper && vectors >= 1024 && rows <= gpu.sms) return forward_in_registers(vectors, vectors <= 1024 ? 1 : 8, 2);
+    if (vectors <= 512) return forward_in_registers(vectors, rows > gpu.sms / 2 ? 2 : 1);
+    if (vectors <= 1024) return forward_in_registers(vectors, 2);
   }
-  if (vectors <= 1024) {
-    ForwardConfig config = with(vectors <= 64 ? 2 : 4, 1);
-    config.rows_per_block = std::max(1, 128 / config.threads);
+  if (vectors <= 64) {
+    ForwardConfig config = forward_in_registers(vectors, 2);
+    config.rows_per_block = 2;
     return config;
   }
-  if (vectors <= 2 * kMaxThreads) return with(2, 1);
-  if (vectors <= 4 * kMaxThreads) return with(4, 1);
-  if (gpu.hopper && vectors <= 8 * 512 * kMaxCluster) {
-    return with(8, vectors <= 4 * 512 * 8 ? 4 : 8);
+  if (vectors <= 512) return forward_in_registers(vectors, 4);
+  if (vectors <= 1024) return forward_in_registers(vectors, 2);
+  if (vectors <= 4096) return forward_in_registers(vectors, 4);
+  if (gpu.hopper && vectors <= 8 * 512 * kPortableCluster) return forward_in_registers(vectors, 8, vectors <= 8192 ? 4 : 8);
+  return {};
+}
+
+// Backward: blocks that stay for the whole launch.
+enum class BackwardKernel {
+  kRegisters,  // threads * vectors_per_thread vectors cover a row
+  kRing,       // threads * vectors_per_thread * cluster do; Hopper, aligned rows, no fp64
+  kLoop,       // a block reads each row twice
+};
+
+struct BackwardConfig {
+  BackwardKernel kernel = BackwardKernel::kLoop;
+  int threads = kMaxThreads;   // a row and block: a power of two up to 32, or a multiple of 32
+  int vectors_per_thread = 0;  // 1, 2 or 4
+  int rows_per_block = 1;      // kRegisters
+  int blocks_per_sm = 1;       // kRegisters
+  int teams = 1;               // kRing: groups of max(threads, 32) threads with rows and stages of their own
+  int stages = 0;              // kRing: a team's
+  int cluster = 1;             // kRing: blocks a row
+};
+
+// At most in a block, so that a thread has the registers for its vectors.
+constexpr int ring_threads(int vectors_per_thread) { return vectors_per_thread == 4 ? 320 : 512; }
+constexpr int kMaxStages = 4;
+constexpr int kMinStages = 3;  // backward_ring.cu
+constexpr int kSumSlots = 4;   // a peer can be one iteration behind in reading and another ahead in writing
+
+// A ring block's shared memory: barriers of 8 bytes, sums, stages. Offsets and sizes in bytes.
+struct RingLayout {
+  int sums, ring, stage_bytes, bytes;
+  int h, dh;  // in a stage, behind dy
+};
+
+// vector_bytes and residual_vector_bytes: a vector of grad_out and of residual_out.
+inline RingLayout ring_layout(const BackwardConfig& config, int64_t vectors, int vector_bytes, int residual_vector_bytes) {
+  constexpr int kLine = 128;
+  const int team_rows = std::max(1, kWarpThreads / config.threads);
+  const int warps = sum_layout(vectors, config.vectors_per_thread).warps;
+  const int slice_vectors = team_rows * config.threads * config.vectors_per_thread;
+  RingLayout layout;
+  layout.sums = 8 * config.teams * (kMaxStages + kSumSlots);
+  layout.ring = round_up(layout.sums + 4 * config.teams * team_rows * kSumSlots * warps, kLine);
+  layout.h = round_up(slice_vectors * vector_bytes, kLine);
+  layout.dh = layout.h + round_up(slice_vectors * residual_vector_bytes, kLine);
+  layout.stage_bytes = layout.dh + round_up(slice_vectors * residual_vector_bytes, kLine);
+  layout.bytes = layout.ring + config.teams * config.stages * layout.stage_bytes;
+  return layout;
+}
+
+inline int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); }
+
+// Blocks of the launch: what is resident, and no more than there are rows.
+inline int64_t backward_blocks(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
+  if (config.kernel == BackwardKernel::kRing) {
+    const int64_t block_rows = std::max(1, kWarpThreads / config.threads);  // a team's; few rows go to as many blocks
+    return std::min<int64_t>(div_up(rows, block_rows), gpu.clusters[log2_of(config.cluster)]) * config.cluster;
+  }
+  return std::min<int64_t>(div_up(rows, config.rows_per_block), int64_t{gpu.sms} * config.blocks_per_sm);
+}
+
+// Rows of grad_weight's partial sums that the launch writes: one for each row that is worked on at a time.
+inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
+  const int64_t blocks = backward_blocks(config, rows, gpu) / config.cluster;
+  if (config.kernel != BackwardKernel::kRing) return blocks * config.rows_per_block;
+  return blocks * config.teams * std::max(1, kWarpThreads / config.threads);
+}
+
+// Two rows of 128 threads, three stages each, are enough bytes on their way; more of them would only have to be worked off when
+// there is nothing left to load. Nothing where a cluster's slice of a row does not fit.
+inline BackwardConfig backward_ring_config(int64_t vectors, int vector_bytes, int residual_vector_bytes, const Gpu& gpu) {
+  BackwardConfig config;
+  if (vectors <= 2 * kWarpThreads) return config;  // so short that registers hold enough rows
+  for (config.cluster = 1; config.cluster <= kMaxCluster; config.cluster *= 2) {
+    const int64_t slice = div_up(vectors, config.cluster);
+    if (slice > 1024 || gpu.clusters[log2_of(config.cluster)] == 0) continue;
+    config.kernel = BackwardKernel::kRing;
+    config.vectors_per_thread = 4;
+    config.threads = threads_of_row(slice, config.vectors_per_thread);
+    const int team_threads = std::max(config.threads, kWarpThreads);
+    config.teams = std::max(1, (team_threads > 128 ? 320 : 256) / team_threads);
+    config.stages = kMinStages;
+    if (ring_layout(config, vectors, vector_bytes, residual_vector_bytes).bytes <= gpu.shared_bytes) return config;
   }
   return {};
 }
 
-// Backward: persistent blocks. In a ring of `stages` stages in shared memory (Hopper; rows on 16 bytes), or, with no stages, from
-// registers (vectors_per_thread 1, 2, 4) or in a loop (0).
-struct BackwardConfig {
-  int threads = kMaxThreads;
-  int rows_per_block = 1;
-  int vectors_per_thread = 0;
-  int cluster = 1;
-  int stages = 0;
-  int blocks_per_sm = 1;
-};
-
-constexpr int kMaxStages = 4;
-constexpr int kMinStages = 3;  // backward_ring.cu
-constexpr int kRingAlignment = 128;
-
-// Where the stages begin, behind the barriers and the sums.
-constexpr int ring_offset(int rows_per_block, int chunks) {
-  return round_up(8 * (kMaxStages + 4) + 4 * 4 * rows_per_block * chunks, kRingAlignment);
-}
-
-// Blocks of the launch: what fills the GPU, and no more than there are rows.
-inline int64_t backward_blocks(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
-  const int64_t resident = std::max(1, gpu.sms * config.blocks_per_sm / config.cluster);
-  return std::min(div_up(rows, config.rows_per_block), resident) * config.cluster;
-}
-
-// Rows of grad_weight's partial sums that the launch writes.
-inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
-  const int64_t blocks = backward_blocks(config, rows, gpu) / config.cluster;
-  return config.stages > 0 ? blocks : blocks * config.rows_per_block;
-}
-
-// stage_bytes: what a vector takes of a stage (grad_out and twice residual_out); 0 where the ring cannot be used.
-inline BackwardConfig backward_config(int64_t vectors, int stage_bytes, const Gpu& gpu) {
+// vector_bytes and residual_vector_bytes as in ring_layout.
+inline BackwardConfig backward_config(int64_t vectors, int vector_bytes, int residual_vector_bytes, bool ring, const Gpu& gpu) {
+  if (ring) {
+    const BackwardConfig config = backward_ring_config(vectors, vector_bytes, residual_vector_bytes, gpu);
+    if (config.kernel == BackwardKernel::kRing) return config;
+  }
   BackwardConfig config;
-  const auto spread = [&](int max_threads_times_rows, int vectors_per_thread) {
-    config.vectors_per_thread = vectors_per_thread;
-    const int64_t threads = div_up(vectors, int64_t{vectors_per_thread} * config.cluster);
-    config.threads = threads <= kWarpThreads ? next_power_of_two(threads) : round_up(threads, kWarpThreads);
-    if (vectors_per_thread > 1) config.threads = std::max(config.threads, kWarpThreads);
-    config.rows_per_block = std::max(1, max_threads_times_rows / config.threads);
-  };
-  if (stage_bytes > 0) {
-    constexpr int kSliceBytes = 48 * 1024;  // of a stage: four of them and the sums fit an SM's shared memory
-    while (config.cluster < kMaxCluster && div_up(vectors, config.cluster) * stage_bytes > kSliceBytes) config.cluster *= 2;
-    if (div_up(vectors, config.cluster) * stage_bytes <= kSliceBytes) {
-      spread(256, vectors <= kWarpThreads ? 1 : 2);
-      if (config.threads > 512) spread(256, 4);
-      const int chunks = static_cast<int>(div_up(vectors, kWarpThreads));
-      const int stage = config.rows_per_block * config.threads * config.vectors_per_thread * stage_bytes;
-      const int fixed = ring_offset(config.rows_per_block, chunks) + 1024;
-      for (config.blocks_per_sm = 2; config.blocks_per_sm >= 1; --config.blocks_per_sm) {
-        config.stages = std::min(kMaxStages, (gpu.shared_bytes / config.blocks_per_sm - fixed) / stage);
-        if (config.stages >= kMinStages) return config;
-      }
-    }
-    config = {};
-  }
-  if (vectors <= 4 * 256) {
-    spread(128, vectors <= kWarpThreads ? 1 : vectors <= 2 * kWarpThreads ? 2 : 4);
-    config.blocks_per_sm = std::max(1, 512 / (config.threads * config.rows_per_block));
-  } else {
-    config.blocks_per_sm = 1;
-  }
+  if (vectors > 4 * 256) return config;
+  config.kernel = BackwardKernel::kRegisters;
+  config.vectors_per_thread = vectors <= kWarpThreads ? 1 : vectors <= 2 * kWarpThreads ? 2 : 4;
+  config.threads = threads_of_row(vectors, config.vectors_per_thread);
+  config.rows_per_block = std::max(1, 128 / config.threads);
+  config.blocks_per_sm = std::max(1, 512 / (config.threads * config.rows_per_block));
   return config;
 }
 

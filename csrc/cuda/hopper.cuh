@@ -30,6 +30,12 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #endif
 }
 
+// Has these pointers computed, and the kernel's parameters read, while the kernel before still runs.
+template <class... Pointers>
+__device__ __forceinline__ void finish_before_waiting(Pointers*&... pointers) {
+  (..., [&] { asm volatile("" : "+l"(pointers)); }());
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -120,6 +126,15 @@ __device__ __forceinline__ void store_in_peer(A* to, A value, TransactionBarrier
                  : "memory");
   }
 #endif
+}
+
+// A barrier of `threads` threads (whole warps) of the block; teams with different ids do not meet.
+__device__ __forceinline__ void team_barrier(int team, int threads) {
+  if (threads == kWarp) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");
+  }
 }
 
 }  // namespace fused::cuda

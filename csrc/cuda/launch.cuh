@@ -31,6 +31,7 @@ cudaError_t launch(const Launch& how, const Arguments&... arguments) {
     if (bytes.load(std::memory_order_relaxed) < how.shared_bytes) {
       const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
       if (error != cudaSuccess) return error;
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);  // refused, harmlessly, before sm_90
       bytes.store(how.shared_bytes, std::memory_order_relaxed);
     }
   }

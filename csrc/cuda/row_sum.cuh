@@ -1,74 +1,71 @@
 // The sum over a row, in an order that depends on cols and the vector's width alone: not on the number of threads, of vectors a
 // thread, of blocks a row or of rows, so that a row's bits are the same in every batch and on every kernel path.
 //
-// A chunk is 32 neighbouring vectors. A vector's products are added one after the other; a chunk's 32 sums by the butterfly (lane
-// distance 16, 8, 4, 2, 1); and the chunks' sums so: lane l adds chunks l, l + 32, l + 64, ... one after the other, and the 32
-// lanes' sums go through the butterfly again. Absent vectors and chunks count as zeros, which change no bit. Addition
-// commutes, so it does not matter which lane of a pair adds.
+// A chunk is 32 neighbouring vectors, an octet 8 neighbouring chunks. A vector's products are added one after the other; a chunk's 32
+// sums by the butterfly (lane distance 16, 8, 4, 2, 1); an octet's 8 by pairs ((0+1)+(2+3))+((4+5)+(6+7)); and the octets so: lane l
+// adds octets l, l + 32, l + 64, ... one after the other, and the 32 lanes' sums go through the butterfly (1, 2, 4, 8, 16). Absent
+// vectors, chunks and octets count as zeros, which change no bit. Addition commutes, so it does not matter which lane of a pair adds.
+//
+// A warp owns V neighbouring chunks, V a power of two up to 8, and forms their part of the octet: one number a warp is exchanged.
 #pragma once
 
 #include "cuda/vectors.cuh"
 
 namespace fused::cuda {
 
-template <class A>
-__device__ __forceinline__ A butterfly(A sum, int lanes) {
+constexpr int kOctet = 8;
+
+// The sums of a warp's V chunks, added by pairs; every lane gets the bits. With fewer than 32 lanes to a row, V is 1.
+template <int V, class A>
+__device__ __forceinline__ A warp_sum(A (&sums)[V], int lane, int lanes) {
+  int held = V;  // chunks whose sums this lane carries: lanes exchange halves, so V chunks take little more than one
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    if (distance < lanes) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    if (held > 1) {
+      held /= 2;
+      const bool upper = lane & distance;
+#pragma unroll
+      for (int i = 0; i < V / 2; ++i) {
+        if (i >= held) break;
+        const A keep = upper ? sums[i + held] : sums[i];
+        const A give = upper ? sums[i] : sums[i + held];
+        sums[i] = keep + __shfl_xor_sync(kAllLanes, give, distance);
+      }
+    } else if (distance < lanes) {
+      sums[0] += __shfl_xor_sync(kAllLanes, sums[0], distance);
+    }
   }
-  return sum;
+#pragma unroll
+  for (int distance = kWarp / V; distance < kWarp; distance *= 2) sums[0] += __shfl_xor_sync(kAllLanes, sums[0], distance);
+  return sums[0];
 }
 
-// The butterflies of V chunks at once, V a power of two: lanes exchange halves of what they hold, so V chunks take little more
-// than one. Returns the sum of chunk `chunk_of_lane<V>(lane)`. V > 1 needs all 32 lanes in one row.
-template <int V>
-__device__ __forceinline__ int chunk_of_lane(int lane) {
-  return lane / (kWarp / V);
-}
-
+// The rest of the tree, from every warp's sum in shared memory. Each lane takes the octets congruent to its own number, so that
+// all lanes get the bits.
 template <int V, class A>
-__device__ __forceinline__ A chunk_sums(A (&sums)[V], int lane, int lanes) {
-  if constexpr (V == 1) {
-    return butterfly(sums[0], lanes);
-  } else {
-    int held = V;
+__device__ __forceinline__ A add_warp_sums(const A* sums, const SumLayout& layout, int lane) {
+  constexpr int kPerOctet = kOctet / V;
+  A total = 0;
+#pragma unroll 1
+  for (int octet = lane % layout.lanes; octet < layout.octets; octet += kWarp) {
+    A parts[kPerOctet];
 #pragma unroll
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      if (held > 1) {
-        held /= 2;
-        const bool upper = lane & distance;
+    for (int i = 0; i < kPerOctet; ++i) {
+      const int warp = octet * kPerOctet + i;
+      parts[i] = warp < layout.warps ? sums[warp] : A(0);
+    }
 #pragma unroll
-        for (int i = 0; i < V / 2; ++i) {
-          if (i >= held) break;
-          const A keep = upper ? sums[i + held] : sums[i];
-          const A give = upper ? sums[i] : sums[i + held];
-          sums[i] = keep + __shfl_xor_sync(kAllLanes, give, distance);
-        }
-      } else {
-        sums[0] += __shfl_xor_sync(kAllLanes, sums[0], distance);
+    for (int pairs = kPerOctet / 2; pairs > 0; pairs /= 2) {
+#pragma unroll
+      for (int i = 0; i < kPerOctet / 2; ++i) {
+        if (i < pairs) parts[i] = parts[2 * i] + parts[2 * i + 1];
       }
     }
-    return sums[0];
+    total += parts[0];
   }
-}
-
-// The tree over chunks when one warp holds the whole row, as chunk_sums left them.
-template <int V, class A>
-__device__ __forceinline__ A add_chunks_in_warp(A sum) {
-#pragma unroll
-  for (int distance = kWarp / 2; distance >= kWarp / V && V > 1; distance /= 2) {
-    sum += __shfl_xor_sync(kAllLanes, sum, distance);
-  }
-  return sum;
-}
-
-// The tree over chunks whose sums are in shared memory; every warp gets the same bits.
-template <class A>
-__device__ __forceinline__ A add_chunks(const A* sums, int chunks, int lane) {
-  A sum = 0;
-  for (int chunk = lane; chunk < chunks; chunk += kWarp) sum += sums[chunk];
-  return butterfly(sum, kWarp);
+#pragma unroll 1
+  for (int distance = 1; distance < layout.lanes; distance *= 2) total += __shfl_xor_sync(kAllLanes, total, distance);
+  return total;
 }
 
 }  // namespace fused::cuda

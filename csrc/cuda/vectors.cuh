@@ -200,65 +200,36 @@ __device__ __forceinline__ void store(T* to, int remaining, const Words<T, N>& w
   }
 }
 
-template <class T>
-__device__ __forceinline__ T* row_of(const Rows& rows, const Shape& shape, int64_t row) {
-  const bool two_levels = shape.inner_rows != shape.rows;  // spares a 64-bit division
-  const int64_t outer = two_levels ? row / shape.inner_rows : 0;
-  const int64_t inner = two_levels ? row % shape.inner_rows : row;
-  return static_cast<T*>(rows.data) + outer * rows.outer_stride + inner * rows.inner_stride;
-}
+// A row's place in the two levels of strides, found once for all tensors.
+struct RowIndex {
+  int64_t outer, inner;
 
-// --- The weight -----------------------------------------------------------------------------------------------------------
-
-template <class A>
-struct Scale {
-  Vector weight;
-  A offset;
+  __device__ __forceinline__ RowIndex(const Shape& shape, int64_t row) : outer(0), inner(row) {
+    if (shape.inner_rows != shape.rows) {  // spares a 64-bit division
+      outer = row / shape.inner_rows;
+      inner = row % shape.inner_rows;
+    }
+  }
 };
 
-// offset + weight for `count` vectors of N columns, `stride` columns apart; ones where there is no weight. The weight's dtype is
-// a uniform branch, not a template parameter: it is read once a row, from the L1 cache.
-template <int Count, int N, class A, class Index>
-__device__ __forceinline__ void load_scale(const Scale<A>& scale, Index col, Index stride, Index cols, A (&values)[Count][N]) {
-  const auto load_as = [&](auto tag) {
-    using W = decltype(tag);
-    const auto* weight = static_cast<const W*>(scale.weight.data);
-    const bool aligned = misalignment(weight) == 0;
+template <class T>
+__device__ __forceinline__ T* row_of(const Rows& rows, const RowIndex& row) {
+  return static_cast<T*>(rows.data) + row.outer * rows.outer_stride + row.inner * rows.inner_stride;
+}
+
+// offset + weight of one vector; ones where there is no weight.
+template <class W, int N, class A>
+__device__ __forceinline__ void unpack_scale(const Words<W, N>& weight, bool has_weight, A offset, A (&values)[N]) {
+  unpack(weight, values);
 #pragma unroll
-    for (int v = 0; v < Count; ++v) {
-      const Index at = col + v * stride;
-      if (aligned && at + N <= cols && N * sizeof(W) % kBlockBytes == 0) {
-        if constexpr (N * sizeof(W) % kBlockBytes == 0) unpack(load<true, W, N>(weight + at, N), values[v]);
-      } else {
+  for (int i = 0; i < N; ++i) values[i] = has_weight ? values[i] + offset : A(1);
+}
+
+// The compiler would rather unpack again in every iteration of a loop than hold the values.
+template <int N>
+__device__ __forceinline__ void keep_in_registers(float (&values)[N]) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-          if constexpr (std::is_same_v<W, Half>) {
-            values[v][i] = at + i < cols ? __half2float(weight[at + i]) : 0.0f;
-          } else if constexpr (std::is_same_v<W, BFloat16>) {
-            values[v][i] = at + i < cols ? __bfloat162float(weight[at + i]) : 0.0f;
-          } else {
-            values[v][i] = at + i < cols ? static_cast<A>(weight[at + i]) : A(0);
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < N; ++i) values[v][i] += scale.offset;
-    }
-  };
-  if (scale.weight.data == nullptr) {
-#pragma unroll
-    for (int v = 0; v < Count; ++v) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) values[v][i] = A(1);
-    }
-    return;
-  }
-  switch (scale.weight.dtype) {
-    case DType::kHalf: return load_as(Half());
-    case DType::kBFloat16: return load_as(BFloat16());
-    case DType::kFloat: return load_as(float());
-    case DType::kDouble: return load_as(double());
-  }
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(values[i]));
 }
 
 }  // namespace fused::cuda

@@ -17,10 +17,10 @@ REBUILD = "In the source folder: pip install --no-build-isolation --no-deps --fo
 def explain(error: ImportError, built_for: str) -> str:
     """What a user can do about a library that is missing or cannot be loaded."""
     if isinstance(error, ModuleNotFoundError):
-        return f"fused_add_rms_norm is not built for Python {platform.python_version()} ({error}). {REBUILD}"
+        return f"fused_add_rms_norm is not built for Python {platform.python_version()}. {REBUILD} ({error})"
     return (
-        f"fused_add_rms_norm was built for {built_for} and cannot be loaded with torch {torch.__version__}: "
-        f"{error}. {REBUILD}"
+        f"fused_add_rms_norm was built for {built_for} and cannot be loaded with torch {torch.__version__}. "
+        f"{REBUILD} ({error})"
     )
 
 
@@ -64,10 +64,10 @@ try:
 
     _info = _C.build_info()
     if str(_info["torch"]).split(".")[:2] != torch.__version__.split(".")[:2]:
-        raise ImportError(f"the library was compiled against torch {_info['torch']}, whose minor version differs")
+        raise ImportError(f"it was compiled against torch {_info['torch']}")
 except ImportError as error:
     raise ImportError(explain(error, required_torch())) from error
 
 if _targets := _info["cuda_targets"]:
     # Asking a GPU starts CUDA, which an import must not do: the process could not fork any more.
-    torch.cuda._lazy_call(lambda: warn_of_gpus_without_kernels(_targets))  # type: ignore[no-untyped-call]
+    torch.cuda._lazy_call(lambda: warn_of_gpus_without_kernels(_targets))

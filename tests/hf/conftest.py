@@ -2,8 +2,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

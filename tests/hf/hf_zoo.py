@@ -25,15 +25,18 @@ _TINY: dict[str, Any] = dict(
     eos_token_id=2,
 )
 _MOE: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-_DEEPSEEK: dict[str, Any] = dict(
-    num_key_value_heads=4,
-    moe_intermediate_size=32,
+_SHARED_EXPERT: dict[str, Any] = dict(
     n_routed_experts=4,
     num_experts_per_tok=2,
     n_shared_experts=1,
-    first_k_dense_replace=1,  # one dense layer, one of experts
+    moe_intermediate_size=32,
     n_group=1,
     topk_group=1,
+    first_k_dense_replace=1,  # one dense layer, one of experts
+)
+_DEEPSEEK: dict[str, Any] = dict(
+    _SHARED_EXPERT,
+    num_key_value_heads=4,
     kv_lora_rank=16,
     q_lora_rank=24,
     qk_nope_head_dim=16,
@@ -53,13 +56,22 @@ _LINEAR_ATTENTION: dict[str, Any] = dict(
 ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ApertusDecoderLayer": ("ApertusForCausalLM", "ApertusConfig", {}),
     "ArceeDecoderLayer": ("ArceeForCausalLM", "ArceeConfig", {}),
+    "BitNetDecoderLayer": ("BitNetForCausalLM", "BitNetConfig", {}),
+    "CwmDecoderLayer": ("CwmForCausalLM", "CwmConfig", {}),
     "DeepseekV2DecoderLayer": ("DeepseekV2ForCausalLM", "DeepseekV2Config", _DEEPSEEK),
     "DeepseekV3DecoderLayer": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _DEEPSEEK),
+    "Dots1DecoderLayer": ("Dots1ForCausalLM", "Dots1Config", _SHARED_EXPERT),
     "Ernie4_5DecoderLayer": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {}),
+    "Ernie4_5_MoeDecoderLayer": (
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=32),
+    ),
     "Gemma2DecoderLayer": ("Gemma2ForCausalLM", "Gemma2Config", dict(sliding_window=16)),
     "Gemma3DecoderLayer": ("Gemma3ForCausalLM", "Gemma3TextConfig", dict(sliding_window=16)),
     "GemmaDecoderLayer": ("GemmaForCausalLM", "GemmaConfig", {}),
     "Glm4DecoderLayer": ("Glm4ForCausalLM", "Glm4Config", {}),
+    "Glm4MoeDecoderLayer": ("Glm4MoeForCausalLM", "Glm4MoeConfig", _SHARED_EXPERT),
     "GlmDecoderLayer": ("GlmForCausalLM", "GlmConfig", {}),
     "GptOssDecoderLayer": (
         "GptOssForCausalLM",
@@ -72,14 +84,36 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeConfig",
         dict(num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.22),
     ),
+    "GraniteMoeSharedDecoderLayer": (
+        "GraniteMoeSharedForCausalLM",
+        "GraniteMoeSharedConfig",
+        dict(num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32),
+    ),
+    "HeliumDecoderLayer": ("HeliumForCausalLM", "HeliumConfig", {}),
     "HunYuanDenseV1DecoderLayer": ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", {}),
+    "HunYuanMoEV1DecoderLayer": (
+        "HunYuanMoEV1ForCausalLM",
+        "HunYuanMoEV1Config",
+        dict(num_experts=4, moe_topk=2),
+    ),
     "Llama4TextDecoderLayer": (
         "Llama4ForCausalLM",
         "Llama4TextConfig",
-        dict(num_local_experts=2, intermediate_size_mlp=96, interleave_moe_layer_step=2, attention_chunk_size=16),
+        dict(
+            num_local_experts=2,
+            intermediate_size_mlp=96,
+            interleave_moe_layer_step=2,
+            attention_chunk_size=16,
+        ),
     ),
     "LlamaDecoderLayer": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "MiniMaxM2DecoderLayer": (
+        "MiniMaxM2ForCausalLM",
+        "MiniMaxM2Config",
+        dict(num_local_experts=4, num_experts_per_tok=2),
+    ),
     "Ministral3DecoderLayer": ("Ministral3ForCausalLM", "Ministral3Config", {}),
+    "MinistralDecoderLayer": ("MinistralForCausalLM", "MinistralConfig", dict(sliding_window=16)),
     "MistralDecoderLayer": ("MistralForCausalLM", "MistralConfig", dict(sliding_window=16)),
     "MixtralDecoderLayer": ("MixtralForCausalLM", "MixtralConfig", dict(num_local_experts=4)),
     "OlmoeDecoderLayer": ("OlmoeForCausalLM", "OlmoeConfig", dict(num_experts=4, num_experts_per_tok=2)),
@@ -98,6 +132,11 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         dict(_MOE, **_LINEAR_ATTENTION, shared_expert_intermediate_size=32),
     ),
     "Qwen3_5DecoderLayer": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _LINEAR_ATTENTION),
+    "Qwen3_5MoeDecoderLayer": (
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        dict(_MOE, **_LINEAR_ATTENTION, shared_expert_intermediate_size=32),
+    ),
     "SeedOssDecoderLayer": ("SeedOssForCausalLM", "SeedOssConfig", {}),
     "SmolLM3DecoderLayer": ("SmolLM3ForCausalLM", "SmolLM3Config", {}),
 }
@@ -136,5 +175,5 @@ def gradients(model: torch.nn.Module, input_ids: torch.Tensor) -> dict[str, torc
     """The gradient of every parameter, after one training step's backward."""
     torch.manual_seed(0)  # for dropout
     model.zero_grad()
-    model(input_ids, labels=input_ids).loss.backward()
+    model(input_ids, labels=input_ids, use_cache=False).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

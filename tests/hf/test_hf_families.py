@@ -3,9 +3,10 @@
 import pytest
 import torch
 import transformers
+from hf_zoo import LAYERS, ZOO, assert_same, gradients, tiny, tokens
+
 from fused_add_rms_norm import hf
 from fused_add_rms_norm.hf.families import FAMILIES
-from hf_zoo import LAYERS, ZOO, assert_same, gradients, tiny, tokens
 
 every_family = pytest.mark.parametrize("layer", sorted(ZOO))
 
@@ -56,7 +57,7 @@ def test_training_fuses_both_adds_and_gives_every_parameter_its_gradient(layer):
 
 @every_family
 def test_bf16_rounds_where_upstream_rounds(layer):
-    """Of the table's contracts one gives upstream's bits: a wrong one would differ in a tenth of the hidden states."""
+    """One of the op's contracts gives upstream's bits, another would differ in a tenth of the values."""
     model, ids = tiny(layer).to(torch.bfloat16), tokens()
     with torch.no_grad():
         expected = model(ids, output_hidden_states=True).hidden_states
@@ -85,9 +86,17 @@ def test_the_norms_compute_what_the_table_says(layer):
     ],
 )
 def test_an_unsupported_architecture_is_refused_by_name_and_left_alone(name, config):
-    config = dict(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
-    ) | config
+    config = (
+        dict(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            pad_token_id=0,
+        )
+        | config
+    )
     model = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(
         getattr(transformers, f"{name}Config")(**config)
     )

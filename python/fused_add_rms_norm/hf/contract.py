@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import NamedTuple
 
 import torch
@@ -25,8 +24,8 @@ class Contract(NamedTuple):
 def find_contract(norm: nn.Module, cls: type[nn.Module]) -> Contract | None:
     """The contract of `norm`, whose upstream class is `cls`; None where the op has none like it.
 
-    ``cls.forward`` runs on a small bf16 sample and its bits are compared. The sample and its weights are random, never
-    the model's: contracts differ in where they round, and a model's weights may hide that.
+    ``cls.forward`` runs on a small bf16 sample and its bits are compared. The sample and its weights are
+    random, never the model's: contracts differ in where they round, and a model's weights may hide that.
 
     Example:
         >>> find_contract(LlamaRMSNorm(64), LlamaRMSNorm)
@@ -43,8 +42,8 @@ def find_contract(norm: nn.Module, cls: type[nn.Module]) -> Contract | None:
     if weight is not None:
         weight = nn.Parameter(torch.randn(cols, generator=random, device="cpu").to(torch.bfloat16))
 
-    probe = copy.copy(norm)
-    probe.__dict__["_parameters"] = {"weight": weight}
+    probe = object.__new__(cls)  # a shallow copy; copy.copy would call FSDP2's __new__
+    probe.__dict__.update(vars(norm), _parameters={"weight": weight})
     for eps_name in [name for name, value in vars(norm).items() if type(value) is float]:
         setattr(probe, eps_name, 2.0**-6)
         with torch.no_grad():
@@ -63,7 +62,9 @@ def find_contract(norm: nn.Module, cls: type[nn.Module]) -> Contract | None:
 _KNOWN: tuple[tuple[CastingMode, float], ...] = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
 
 
-def _formula(input: Tensor, weight: Tensor | None, eps: float, casting_mode: CastingMode, offset: float) -> Tensor:
+def _formula(
+    input: Tensor, weight: Tensor | None, eps: float, casting_mode: CastingMode, offset: float
+) -> Tensor:
     """``fused::rms_norm`` in the words of upstream's code, so that equal contracts give equal bits."""
     hidden = input.float()
     hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)

@@ -20,8 +20,8 @@ class Loop(NamedTuple):
 def find_loop(cls: type[nn.Module]) -> Loop | None:
     """The names in ``for layer in self.<layers>: h = layer(h, ..., **kwargs)`` and ``h = self.<norm>(h)``.
 
-    None where the loop, or what stands between it and the norm, does anything else with `h`. A sum that is still pending
-    would be done there at the first use, but a loop that shows `h` to someone must show a tensor.
+    None where the loop, or what stands between it and the norm, does anything else with `h`. A pending sum
+    would be done there at its first use, but a loop that keeps `h` for someone must keep a tensor.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
@@ -43,7 +43,11 @@ def find_loop(cls: type[nn.Module]) -> Loop | None:
 
 def _layers_of(iterated: ast.expr) -> str | None:
     """``layers`` in ``[enumerate(] self.layers [[...]] [)]``."""
-    if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Name) and iterated.func.id == "enumerate":
+    if (
+        isinstance(iterated, ast.Call)
+        and isinstance(iterated.func, ast.Name)
+        and iterated.func.id == "enumerate"
+    ):
         iterated = iterated.args[0]
     if isinstance(iterated, ast.Subscript):
         iterated = iterated.value
@@ -58,7 +62,9 @@ def _handed_on(loop: ast.For) -> str | None:
         match statement:
             case ast.Assign(
                 targets=[ast.Name(id=target)],
-                value=ast.Call(func=ast.Name(id=called), args=[ast.Name(id=first), *others], keywords=keywords),
+                value=ast.Call(
+                    func=ast.Name(id=called), args=[ast.Name(id=first), *others], keywords=keywords
+                ),
             ) if isinstance(layer, ast.Name) and called == layer.id and target == first and stream is None:
                 passes_on = any(keyword.arg is None for keyword in keywords)
                 if not passes_on or any(_mentions(part, target) for part in (*others, *keywords)):

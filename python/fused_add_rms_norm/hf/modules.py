@@ -1,4 +1,4 @@
-"""The subclasses that a patched model's modules become: upstream's classes in every respect but what is written here."""
+"""The subclasses that a patched model's modules become: upstream's, but for what is written here."""
 
 from __future__ import annotations
 
@@ -17,32 +17,36 @@ from .loop import Loop
 from .stream import Stream, plain
 
 
-class Swapped:
-    """Base of the subclasses. They keep upstream's name: printing, FSDP policies and device maps see no difference."""
+class Swapped(nn.Module):
+    """Base of the subclasses. They keep upstream's name, for printing, FSDP policies and device maps."""
 
-    recipe: ClassVar[tuple[Callable[..., type], tuple[Any, ...]]]  # makes the class again, for pickle and deepcopy
+    # How the class was made, upstream's class first among the arguments: for pickle, deepcopy and unpatch.
+    recipe: ClassVar[tuple[Callable[..., type], tuple[Any, ...]]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if "recipe" not in vars(type(self)):  # someone's subclass of ours, FSDP2's say
             return super().__reduce_ex__(protocol)
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _new, self.recipe, *state
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, self.recipe, *reduced[2:]
 
 
-def _new(make_class: Callable[..., type], arguments: tuple[Any, ...]) -> Any:
+def _new(make_class: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     cls = make_class(*arguments)
     return cls.__new__(cls)
 
 
-def _subclass(mixin: type, make_class: Callable[..., type], arguments: tuple[Any, ...], **members: Any) -> type:
+def _subclass(
+    mixin: type, make_class: Callable[..., type], arguments: tuple[Any, ...], **members: Any
+) -> type:
     upstream = arguments[0]
-    names = {name: getattr(upstream, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(upstream.__name__, (mixin, upstream), {**names, "recipe": (make_class, arguments), **members})
+    for name in ("__module__", "__qualname__", "__doc__"):
+        members[name] = getattr(upstream, name)
+    return type(upstream.__name__, (mixin, upstream), {"recipe": (make_class, arguments), **members})
 
 
 def upstream_class(module: nn.Module) -> type[nn.Module]:
     """The class that `module` has, or had before it was patched."""
-    cls = type(module)
+    cls: Any = type(module)
     return cls.recipe[1][0] if "recipe" in vars(cls) else cls
 
 
@@ -54,7 +58,7 @@ def unwrapped(layer: nn.Module) -> nn.Module:
 
 
 def swap(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Gives `module` another class, and another bound forward where one is kept in it (accelerate keeps one)."""
+    """Gives `module` another class, and another bound forward where one is kept in it, as accelerate does."""
     former = type(module).forward
     module.__class__ = cls
     for name in ("forward", "_old_forward"):
@@ -63,10 +67,13 @@ def swap(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 class FusedNorm(Swapped):
-    """An upstream RMSNorm that takes a pending sum apart. It overrides ``__call__``, so hooks only ever see tensors."""
+    """An upstream RMSNorm that does a pending sum inside the op.
+
+    It does so in ``__call__``, before ``forward`` and any hook: those only ever see tensors.
+    """
 
     contract: ClassVar[Contract]
-    options: ClassVar[dict[str, Any]]  # of the op, where they are not its defaults: each costs half a microsecond a call
+    options: ClassVar[dict[str, Any]]  # of the op, less its defaults: each costs half a microsecond a call
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and observers.of_norm(self) is None:
@@ -80,7 +87,9 @@ class FusedNorm(Swapped):
         if isinstance(hidden_states, Stream):
             base, branch = hidden_states.base, hidden_states.branch
             if branch is not None and self._fits(branch, base, weight):
-                options = self.options if branch.dtype == base.dtype else {**self.options, "out_dtype": base.dtype}
+                options = self.options
+                if branch.dtype != base.dtype:  # under autocast: a bf16 branch joins an fp32 stream
+                    options = {**options, "out_dtype": base.dtype}
                 out, residual = torch.ops.fused.add_rms_norm.default(branch, base, weight, eps, **options)
                 hidden_states.base, hidden_states.branch = residual, None
                 return out
@@ -92,39 +101,40 @@ class FusedNorm(Swapped):
     def _fits(self, input: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
         """Whether the op takes these tensors and returns upstream's dtypes.
 
-        Upstream's statistics are fp32 even in fp64 models; its `llama` norms return the wider dtype of weight and stream.
+        Upstream's statistics are fp32 even in fp64 models. Its `llama` norms return the wider dtype of
+        weight and stream, the others the stream's.
         """
         dtype = residual.dtype
-        if (input.dtype, dtype) not in _DTYPES or not (residual.is_cuda or residual.is_cpu or residual.is_meta):
+        if (input.dtype, dtype) not in _DTYPES:
             return False
-        if weight is None:
+        if not (residual.is_cuda or residual.is_cpu or residual.is_meta):
+            return False
+        if weight is None or weight.device != residual.device:
+            return weight is None
+        if self.contract.casting_mode != "llama" or weight.dtype == dtype:
             return True
-        if weight.device != residual.device:
-            return False
-        return weight.dtype == dtype or self.contract.casting_mode != "llama" or torch.promote_types(weight.dtype, dtype) == dtype
+        return torch.promote_types(weight.dtype, dtype) == dtype
 
 
 # Of the branch and of the stream.
-_DTYPES = frozenset(
-    {
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-    }
-)
+_DTYPES = {
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+}
 
 
 @functools.cache
-def norm_class(upstream: type[nn.Module], contract: Contract) -> type:
+def norm_class(upstream: Any, contract: Contract) -> type:
     options: dict[str, Any] = {"casting_mode": contract.casting_mode}
     if contract.offset:
         options["offset"] = contract.offset
     return _subclass(FusedNorm, norm_class, (upstream, contract), contract=contract, options=options)
 
 
-def _foreign(norm: nn.Module) -> str | None:
+def _foreign(norm: Any) -> str | None:
     """Why no Stream may reach what stands in a norm's place. A fused norm looks after itself."""
     if isinstance(norm, FusedNorm):
         return None
@@ -140,8 +150,8 @@ class LazyLayer(Swapped):
     family: ClassVar[Family]
 
     def __call__(self, *args: Any, lazy_stream: bool = False, **kwargs: Any) -> Any:
-        # `lazy_stream` comes from LazyModel through upstream's loop: the caller knows Streams. What is made of it is
-        # decided here, outside of `layer.compile()` and before any hook runs.
+        # `lazy_stream` comes from LazyModel, through upstream's loop: whoever calls knows Streams. What is
+        # made of it is decided here, outside of `layer.compile()` and before any hook runs.
         if lazy_stream and self.observed() is None:
             return super().__call__(*args, lazy_stream=True, **kwargs)
         return super().__call__(*plain(args), **kwargs)
@@ -157,7 +167,7 @@ class LazyLayer(Swapped):
 
 
 @functools.cache
-def layer_class(upstream: type[nn.Module], family: Family) -> type:
+def layer_class(upstream: Any, family: Family) -> type:
     @functools.wraps(upstream.forward)
     def forward(self: Any, hidden_states: Any, *args: Any, lazy_stream: bool = False, **kwargs: Any) -> Any:
         if not isinstance(hidden_states, Stream) and self.foreign() is None:
@@ -169,7 +179,7 @@ def layer_class(upstream: type[nn.Module], family: Family) -> type:
 
 
 class LazyModel(Swapped):
-    """An upstream model whose loop only hands the stream on, from one lazy layer to the next and to the final norm."""
+    """An upstream model whose loop only hands the stream on, from layer to layer and to the final norm."""
 
     loop: ClassVar[Loop]
 
@@ -182,7 +192,7 @@ class LazyModel(Swapped):
 
 
 @functools.cache
-def model_class(upstream: type[nn.Module], loop: Loop) -> type:
+def model_class(upstream: Any, loop: Loop) -> type:
     @functools.wraps(upstream.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.foreign() is None:

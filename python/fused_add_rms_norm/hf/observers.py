@@ -1,6 +1,7 @@
-"""Who may be watching a module: whoever does gets upstream's tensors, and the boundary that he watches is not fused.
+"""Who may be watching a module. Whoever does gets upstream's tensors, and what he watches is not fused.
 
-Each function returns the reason in words, or None. They run at every forward and inside torch.compile: plain reads only.
+Each function returns the reason in words, or None. They run at every forward, and inside torch.compile: plain
+reads only.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.utils.output_capturing import _active_collector
 
 _CAPTURE = "transformers.utils.output_capturing"
-_FSDP = "torch.distributed.fsdp."
+_FSDP = "torch.distributed.fsdp"
 
-# What upstream may record without looking at the stream between layers.
-_RECORDED_INSIDE_LAYERS = ("attentions", "router_logits")
+# What upstream may capture without looking at the stream between layers.
+_INSIDE_LAYERS = ("attentions", "router_logits")
 
 
 def of_norm(norm: nn.Module) -> str | None:
-    """Why the norm must run as upstream's module. FSDP2's hooks are no friends here: they unshard the weight."""
+    """Why the norm must run as upstream's module. FSDP2's hooks are no friends here: they unshard weights."""
     if norm._forward_pre_hooks or norm._forward_hooks:
         return "a forward hook"
     return _of_any(norm)
@@ -31,13 +32,13 @@ def of_layer(layer: nn.Module) -> str | None:
         for hook in (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()):
             module = getattr(hook, "__module__", None) or ""
             if module == _CAPTURE:
-                # These stay after their first use; what they will do in this call is known to their collector.
+                # These stay after their first use. What they will do in this call, their collector knows.
                 collected = _active_collector.get()
-                if collected is not None and any(key not in _RECORDED_INSIDE_LAYERS for key in collected):
+                if collected is not None and any(key not in _INSIDE_LAYERS for key in collected):
                     return "output_hidden_states"
             elif not module.startswith(_FSDP):
                 return "a forward hook"
-    # A pending sum would be kept instead of the stream, and reentrant checkpointing takes gradients of tensors only.
+    # Two tensors would be kept instead of one, and reentrant checkpointing follows gradients of tensors only.
     if layer.training and getattr(layer, "gradient_checkpointing", False):
         return "gradient checkpointing"
     return _of_any(layer)
@@ -58,10 +59,9 @@ def _harmless(module: nn.Module, forward: Any) -> bool:
     """The class's own forward bound to the instance, or accelerate's wrapper where it only moves inputs."""
     if getattr(forward, "__func__", None) is type(module).forward:
         return True
-    wrapper = getattr(forward, "func", None)
-    hook = module.__dict__.get("_hf_hook")
+    hook: Any = module.__dict__.get("_hf_hook")
     return (
-        getattr(wrapper, "__module__", None) == "accelerate.hooks"
+        getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks"
         and type(hook).__name__ == "AlignDevicesHook"
         and not hook.offload
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -78,55 +77,65 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def report_on(stacks: list[tuple[str, nn.Module, str]]) -> Report:
-    """A report on stacks of patched layers: the path, the module that holds them, and the name of its ModuleList."""
+    """A report on lists of layers: where the module is that holds them, the module, and the list's name."""
     return Report(tuple(site for stack in stacks for site in _sites(*stack)))
 
 
 def _sites(path: str, model: nn.Module, layers_name: str) -> Iterator[Site]:
-    layers = getattr(model, layers_name)
-    if isinstance(model, LazyModel):
-        between = model.foreign()
-        final = getattr(model, model.loop.norm)
-    else:
-        between, final = f"{type(model).__name__}.forward does more than hand the stream on", None
-    for index, layer in enumerate(map(unwrapped, layers)):
+    layers = [unwrapped(layer) for layer in getattr(model, layers_name)]
+    for index, layer in enumerate(layers):
         if not isinstance(layer, LazyLayer):
-            reason = f"{type(layer).__name__} is not a patched layer"
-            yield Site(path, index, "attention", "?", "", reason)
-            yield Site(path, index, "mlp", "?", "", reason)
+            for add in ("attention", "mlp"):
+                yield Site(path, index, add, "?", "", f"{type(layer).__name__} is not a patched layer")
             continue
-        second = getattr(layer, layer.family.second_norm)
-        yield Site(path, index, "attention", layer.family.second_norm, _contract(second), layer.foreign() or _unfused(second))
+        first, second = layer.family.first_norm, layer.family.second_norm
+        norm = getattr(layer, second)
+        yield Site(path, index, "attention", second, _contract(norm), layer.foreign() or _watched(norm))
 
-        reason = between or layer.observed()
+        reason = layer.observed()
         if index + 1 < len(layers):
-            follower, norm_name = unwrapped(layers[index + 1]), "next layer's " + layer.family.first_norm
-            norm = getattr(follower, layer.family.first_norm, None)
-            if isinstance(follower, LazyLayer):
-                reason = reason or follower.observed()
+            follower = layers[index + 1]
+            norm, name = getattr(follower, first, None), f"next layer's {first}"
+            reason = reason or (follower.observed() if isinstance(follower, LazyLayer) else None)
         else:
-            norm, norm_name = final, model.loop.norm if isinstance(model, LazyModel) else "norm"
-        yield Site(path, index, "mlp", norm_name, _contract(norm), reason or _unfused(norm))
+            name = model.loop.norm if isinstance(model, LazyModel) else "norm"
+            norm = getattr(model, name, None)
+        yield Site(path, index, "mlp", name, _contract(norm), _between(model) or reason or _watched(norm))
 
-        followers = {layer.family.second_norm} | ({layer.family.first_norm} if index else set())
+        after_an_add = {second, first} if index else {second}
         for name, module in layer.named_modules():
-            if isinstance(module, FusedNorm) and name not in followers and ".modules_to_save" not in name:
-                yield Site(path, index, None, name, str(module.contract), _unfused(module))
+            if isinstance(module, FusedNorm) and name.split(".")[0] not in after_an_add:
+                yield Site(path, index, None, name, str(module.contract), _watched(module))
+
+
+def _between(model: nn.Module) -> str | None:
+    if isinstance(model, LazyModel):
+        return model.foreign()
+    return f"{type(model).__name__}.forward does more than hand the stream on"
 
 
 def _contract(norm: nn.Module | None) -> str:
-    norm = getattr(norm, "original_module", norm)
+    norm = getattr(norm, "original_module", norm)  # under PEFT's wrapper
     return str(norm.contract) if isinstance(norm, FusedNorm) else ""
 
 
-def _unfused(norm: nn.Module | None) -> str | None:
-    if norm is None:
-        return None
-    return observers.of_norm(norm)
+def _watched(norm: nn.Module | None) -> str | None:
+    return observers.of_norm(norm) if norm is not None else None
 
 
-class Count(TorchDispatchMode):
-    """Counts the fused ops that run. See :func:`count`."""
+class count(TorchDispatchMode):
+    """Counts what runs fused inside a ``with`` block, in eager mode.
+
+    Attributes:
+        adds: residual adds, each with its norm.
+        norms: norms without an add.
+
+    Example:
+        >>> with hf.count() as fused:
+        ...     model(input_ids)
+        >>> fused.adds == 2 * model.config.num_hidden_layers
+        True
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,15 +150,3 @@ class Count(TorchDispatchMode):
 
     def __repr__(self) -> str:
         return f"{self.adds} fused adds, {self.norms} norms"
-
-
-def count() -> Count:
-    """Counts what runs fused inside a ``with`` block, in eager mode.
-
-    Example:
-        >>> with hf.count() as fused:
-        ...     model(input_ids)
-        >>> fused.adds == 2 * model.config.num_hidden_layers
-        True
-    """
-    return Count()

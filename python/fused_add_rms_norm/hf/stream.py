@@ -1,9 +1,10 @@
-"""The residual stream as a lazy tensor: the sum that upstream's `residual + x` asks for is left to the norm that follows it."""
+"""The residual stream as a lazy tensor: upstream's ``residual + x`` is left to the norm that follows it."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,18 +12,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
+@dataclass(eq=False)
 class Stream:
     """A tensor, or a sum ``base + branch`` that nobody has needed yet.
 
-    The norms of a patched model take a pending sum apart and do it inside ``fused::add_rms_norm``. Everything else (an
-    attribute, an operator, a torch function) does the sum first and goes on with the tensor, so a use that nobody
-    foresaw costs a plain add and is never wrong. Whoever does the sum leaves it here as ``base``: a second reader finds
-    it, and a frame that keeps the Stream keeps one tensor alive, as it does upstream.
+    The norms of a patched model take a pending sum apart and do it inside ``fused::add_rms_norm``.
+    Everything else (an attribute, an operator, a torch function) does the sum first and goes on with the
+    tensor: a use that nobody foresaw costs a plain add and is never wrong. Whoever does the sum leaves it
+    here as ``base``, so that a second reader finds it, and a frame that holds on to the Stream keeps one
+    tensor alive, as it does upstream.
     """
 
-    def __init__(self, base: Tensor, branch: Tensor | None = None) -> None:
-        self.base = base
-        self.branch = branch
+    base: Tensor
+    branch: Tensor | None = None
 
     def tensor(self) -> Tensor:
         """The value, summed if it was pending."""
@@ -50,23 +52,29 @@ class Stream:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.base.dtype if self.branch is None else torch.promote_types(self.base.dtype, self.branch.dtype)
+        if self.branch is None:
+            return self.base.dtype
+        return torch.promote_types(self.base.dtype, self.branch.dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """A move to the device it is on (accelerate asks for one at every layer) leaves the sum pending."""
-        if len(args) == 1 and isinstance(args[0], int | str | torch.device) and "dtype" not in kwargs:
-            if torch.device(args[0]) == self.device and not kwargs.get("copy"):
-                return self
+        is_device = len(args) == 1 and isinstance(args[0], int | str | torch.device)
+        if is_device and not kwargs.keys() - {"non_blocking"} and torch.device(args[0]) == self.device:
+            return self
         return self.tensor().to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols that a tensor has and a Stream has not, copy's and numpy's among them
+        if name.startswith("__"):  # protocols of copy, pickle, numpy: not of the tensor's value
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _ADDS and len(args) == 2 and not kwargs:
             left, right = args
@@ -98,15 +106,19 @@ def _delegate(name: str) -> Callable[..., Any]:
     return method
 
 
-# Python looks operators up on the type, past __getattr__. In-place ones write to upstream's own tensor, as they should.
-for _name in (
-    "iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow neg abs getitem setitem len iter bool "
-    "float int eq ne lt le gt ge invert and or xor"
-).split():
+# Python looks operators up on the type, past __getattr__. Those in place write to upstream's tensor, as they
+# would without us.
+_OPERATORS = [
+    "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "matmul",
+    "rmatmul", "pow", "neg", "abs", "invert", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge",
+    "getitem", "setitem", "len", "iter", "bool", "int", "float",
+]  # fmt: skip
+for _name in _OPERATORS:
     setattr(Stream, f"__{_name}__", _delegate(f"__{_name}__"))
 Stream.__hash__ = object.__hash__  # type: ignore[method-assign]  # as a tensor's: by identity
 
-# FSDP2 looks for the tensors in what a layer takes and returns, to hang its backward hooks on them.
+# FSDP2 hangs its backward hooks on the tensors in what a layer takes and returns. Newer torch finds those
+# of a dataclass, older torch those of a pytree.
 pytree.register_pytree_node(
     Stream,
     lambda stream: ([stream.base, stream.branch], None),

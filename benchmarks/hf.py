@@ -1,0 +1,438 @@
+"""Times a Hugging Face Llama of random weights, unpatched and patched, end to end.
+
+    python benchmarks/hf.py                            1B and 8B shapes, eager and compiled
+    python benchmarks/hf.py --quick                    eager, fewer rounds
+    python benchmarks/hf.py --only "8B eager"          what has one of these texts in its name
+    python benchmarks/hf.py --report RUN.jsonl         the table and the targets of a run
+    python benchmarks/hf.py --report RUN.jsonl --plot docs/plots/huggingface.svg --page docs/huggingface.md
+
+Variants: `upstream`; `F.rms_norm`, upstream with torch's function in its norms; `Liger`, upstream with
+Liger's norm patch, where that is installed; `patched`, after `hf.patch`. They share one model and, where
+nothing is compiled, take turns, round by round.
+
+Cases: `decode`, one token without a cache; `prefill`, 4 x 2048 tokens, logits of the last; `train`, forward,
+loss and backward of 2 x 2048 tokens. bf16, sdpa. Times are wall clock of steps queued one after another and
+waited for at the end. Peak memory is what a step allocates on top of what is allocated before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from journal import Journal, Record, environment, read
+from timing import Sample, quiet
+from tqdm import tqdm
+
+SHAPES: dict[str, dict[str, Any]] = {  # of Llama 3.2 1B and Llama 3.1 8B
+    "1B": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True),
+    "8B": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, tie_word_embeddings=False),
+    "tiny": dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, tie_word_embeddings=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    batch: int
+    length: int
+    train: bool = False
+    steps: int = 1  # queued before one is waited for
+    rounds: int = 8
+
+    def step(self, model: Any, call: Any, tokens: torch.Tensor) -> None:
+        """`call` is the model, or what torch.compile made of it."""
+        if self.train:
+            call(tokens, labels=tokens, use_cache=False).loss.backward()
+            model.zero_grad(set_to_none=True)
+        else:
+            with torch.no_grad():
+                call(tokens, use_cache=False, logits_to_keep=1)
+
+
+CASES = (
+    Case("decode", 1, 1, steps=15, rounds=15),
+    Case("prefill", 4, 2048, steps=2),
+    Case("train", 2, 2048, train=True, steps=2),
+)
+
+
+# --- Variants: each changes the model for as long as it is measured -------------------------------
+
+
+@contextmanager
+def upstream(model: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def torch_norm(model: Any) -> Iterator[None]:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+    with _norms_as_they_were(model) as norms:
+        for norm in norms:
+            cls = type(norm)
+            norm.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+        yield
+
+
+@contextmanager
+def liger(model: Any) -> Iterator[None]:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    former_class = modeling_llama.LlamaRMSNorm
+    with _norms_as_they_were(model):
+        apply_liger_kernel_to_llama(
+            rope=False,
+            swiglu=False,
+            cross_entropy=False,
+            fused_linear_cross_entropy=False,
+            rms_norm=True,
+            model=model,
+        )
+        try:
+            yield
+        finally:
+            modeling_llama.LlamaRMSNorm = former_class
+
+
+@contextmanager
+def patched(model: Any) -> Iterator[None]:
+    from fused_add_rms_norm import hf
+
+    report = hf.patch(model)
+    assert report.fused_adds == report.adds, report
+    try:
+        yield
+    finally:
+        hf.unpatch(model)
+
+
+@contextmanager
+def _norms_as_they_were(model: Any) -> Iterator[list[Any]]:
+    norms = [module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"]
+    before = [(type(norm), dict(vars(norm))) for norm in norms]
+    try:
+        yield norms
+    finally:
+        for norm, (cls, members) in zip(norms, before, strict=True):
+            norm.__class__ = cls
+            vars(norm).clear()
+            vars(norm).update(members)
+
+
+VARIANTS: dict[str, Callable[[Any], Any]] = {
+    "upstream": upstream,
+    "F.rms_norm": torch_norm,
+    "Liger": liger,
+    "patched": patched,
+}
+
+
+# --- Measuring ------------------------------------------------------------------------------------
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.journal = Journal(args.out)
+        self.cuda = args.device == "cuda"
+        self.deadline = time.monotonic() + args.budget_s
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def wanted(self, name: str) -> bool:
+        return not self.args.only or any(text in name for text in self.args.only)
+
+    def run(self) -> None:
+        self.journal.write("header", **environment(self.args.commit, absent={}))
+        for shape in self.args.models:
+            names = [f"{shape} {mode} {case.name}" for mode in self.args.modes for case in CASES]
+            if any(map(self.wanted, names)):
+                model = build(shape, self.args.device)
+                for mode, variants in self.passes():
+                    for case in CASES:
+                        if self.wanted(f"{shape} {mode} {case.name}"):
+                            self.measure(shape, mode, case, model, variants)
+                del model
+                gc.collect()
+        self.journal.finish()
+
+    def passes(self) -> Iterator[tuple[str, list[str]]]:
+        """Compiling takes long: first what the target is about."""
+        for mode in self.args.modes:
+            for group in (
+                (list(VARIANTS),) if mode == "eager" else (["upstream", "patched"], ["F.rms_norm", "Liger"])
+            ):
+                if chosen := [name for name in group if name in self.args.variants]:
+                    yield mode, chosen
+
+    def measure(self, shape: str, mode: str, case: Case, model: Any, variants: list[str]) -> None:
+        batch, length = (case.batch, case.length) if self.cuda else (1, min(case.length, 64))
+        tokens = torch.randint(0, model.config.vocab_size, (batch, length), device=self.args.device)
+        model.train(case.train)
+        rounds = 3 if self.args.quick else case.rounds
+        name = f"{shape} {mode} {case.name}"
+        with tqdm(total=len(variants) * (rounds + 1), desc=f"{name:>20}", file=sys.stderr) as self.progress:
+            if mode == "eager":
+                measured = self.in_turns(case, model, tokens, variants, rounds)
+            else:
+                measured = self.compiled(case, model, tokens, variants, rounds)
+            for variant, result in measured:
+                if isinstance(result, Exception):
+                    fields = {"status": "refused", "message": f"{type(result).__name__}: {result}"[:300]}
+                else:
+                    fields = {"status": "ok", **result}
+                self.journal.write(
+                    "measurement", section=f"{shape} {mode}", case=case.name, provider=variant, **fields
+                )
+
+    def in_turns(
+        self, case: Case, model: Any, tokens: torch.Tensor, variants: list[str], rounds: int
+    ) -> Iterator[tuple[str, Any]]:
+        def step() -> None:
+            case.step(model, model, tokens)
+
+        times: dict[str, list[float]] = {}
+        peaks: dict[str, int | None] = {}
+        for name in variants:
+            try:
+                with VARIANTS[name](model):
+                    peaks[name] = self.first(name, step)
+                    times[name] = []
+            except Exception as error:
+                yield name, error
+        with quiet():
+            for _ in range(rounds):
+                for name, found in times.items():
+                    with VARIANTS[name](model):
+                        step()  # the caches and the allocator's blocks are this variant's again
+                        found.append(self.timed(name, case, step))
+        for name, found in times.items():
+            yield name, vars(Sample.of(found)) | {"peak_bytes": peaks[name]}
+
+    def compiled(
+        self, case: Case, model: Any, tokens: torch.Tensor, variants: list[str], rounds: int
+    ) -> Iterator[tuple[str, Any]]:
+        """One variant after another: a change of the model back and forth would be compiled again."""
+        for name in variants:
+            if time.monotonic() > self.deadline:
+                yield name, TimeoutError("the budget for compiling is spent")
+                continue
+            try:
+                with VARIANTS[name](model), quiet():
+                    call = torch.compile(model, fullgraph=True, dynamic=False)
+
+                    def step(call: Any = call) -> None:
+                        case.step(model, call, tokens)
+
+                    start = time.monotonic()
+                    peak = self.first(name, step)
+                    seconds = round(time.monotonic() - start, 1)
+                    found = [self.timed(name, case, step) for _ in range(rounds)]
+                yield name, vars(Sample.of(found)) | {"peak_bytes": peak, "compile_s": seconds}
+            except Exception as error:
+                yield name, error
+            torch._dynamo.reset()
+
+    def first(self, name: str, step: Callable[[], None]) -> int | None:
+        """Warms up; the peak memory of a step, above what is allocated before it."""
+        self.progress.set_postfix_str(name)
+        for _ in range(3):
+            step()
+        peak = None
+        if self.cuda:
+            gc.collect()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        self.progress.update()
+        return peak
+
+    def timed(self, name: str, case: Case, step: Callable[[], None]) -> float:
+        """Microseconds a step."""
+        self.progress.set_postfix_str(name)
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(case.steps):
+            step()
+        self.synchronize()
+        self.progress.update()
+        return (time.perf_counter() - start) / case.steps * 1e6
+
+
+def build(shape: str, device: str) -> Any:
+    """A Llama of random weights, made where it runs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+    if shape == "tiny":
+        heads = dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
+    config = LlamaConfig(
+        **SHAPES[shape], **heads, max_position_embeddings=8192, rms_norm_eps=1e-5, attn_implementation="sdpa"
+    )
+    torch.manual_seed(0)
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(former)
+
+
+# --- Report ---------------------------------------------------------------------------------------
+
+
+def measurements(path: Path) -> dict[tuple[str, str], dict[str, Record]]:
+    """(section, case) -> variant -> record."""
+    found: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in read(path):
+        if record["record"] == "measurement":
+            found.setdefault((record["section"], record["case"]), {})[record["provider"]] = record
+    return found
+
+
+def table(found: dict[tuple[str, str], dict[str, Record]]) -> list[list[str]]:
+    """Milliseconds, half the spread of 60 % of the rounds, and the peak above the weights."""
+
+    def cell(record: Record | None) -> str:
+        if record is None:
+            return ""
+        if record["status"] != "ok":
+            return record["status"]
+        text = f"{record['us'] / 1e3:.2f} ± {(record['us_p80'] - record['us_p20']) / 2e3:.2f}"
+        return text + (f", {record['peak_bytes'] / 2**30:.2f} GiB" if record["peak_bytes"] else "")
+
+    rows = [["ms a step, peak memory", *VARIANTS]]
+    for (section, case), records in found.items():
+        rows.append([f"{section}, {case}", *[cell(records.get(name)) for name in VARIANTS]])
+    return rows
+
+
+def targets(found: dict[tuple[str, str], dict[str, Record]]) -> Iterator[tuple[str, float, float]]:
+    """What the drop-in sets itself to reach: the claim, the value, and what it must not exceed."""
+
+    def value(section: str, case: str, variant: str, field: str) -> float | None:
+        record = found.get((section, case), {}).get(variant, {})
+        return record.get(field) if record.get("status") == "ok" else None
+
+    claims = [
+        *[(f"{shape} eager", "decode", "us", "F.rms_norm", 1.0) for shape in ("1B", "8B")],
+        *[
+            (f"{shape} eager", case, "us", "Liger", 1.0)
+            for shape in ("1B", "8B")
+            for case in ("prefill", "train")
+        ],
+        ("1B eager", "train", "us", "upstream", 1 / 1.15),
+        ("8B eager", "train", "peak_bytes", "Liger", 1.0),
+        *[(f"{shape} eager", "prefill", "peak_bytes", "upstream", 1.0) for shape in ("1B", "8B")],
+        *[
+            (f"{shape} compiled", case.name, "us", "upstream", 1.0)
+            for shape in ("1B", "8B")
+            for case in CASES
+        ],
+    ]
+    for section, case, field, other, factor in claims:
+        ours, theirs = value(section, case, "patched", field), value(section, case, other, field)
+        if ours is not None and theirs is not None:
+            what = "peak memory" if field == "peak_bytes" else "time"
+            yield f"{section}, {case}: {what} against {other}", ours / theirs, factor
+
+
+def report(args: argparse.Namespace) -> None:
+    found = measurements(args.report)
+    rows = table(found)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    for claim, ratio, bound in targets(found):
+        print(f"{'met   ' if ratio <= bound else 'MISSED'} {claim}: {ratio:.3f}, at most {bound:.3f}")
+    if args.page:
+        from report import fill_page
+
+        args.page.write_text(
+            fill_page(args.page.read_text(), {"huggingface": ("", rows)}, Path("docs/plots"))
+        )
+    if args.plot:
+        plot(found, args.plot)
+
+
+def plot(found: dict[tuple[str, str], dict[str, Record]], path: Path) -> None:
+    """Time in units of upstream's, a group of bars for each case."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    for offset, name in enumerate(VARIANTS):
+        bars = {
+            position: records[name]["us"] / records["upstream"]["us"]
+            for position, records in enumerate(found.values())
+            if "us" in records.get(name, {}) and "us" in records.get("upstream", {})
+        }
+        colour = "black" if name == "patched" else f"C{offset}"
+        axes.bar(
+            [position + 0.2 * offset - 0.3 for position in bars],
+            bars.values(),
+            0.19,
+            label=name,
+            color=colour,
+        )
+    axes.set_xticks(range(len(found)), [f"{section}\n{case}" for section, case in found], fontsize="small")
+    axes.set(ylabel="time in units of upstream's", ylim=(0, None))
+    axes.legend(fontsize="small", ncols=len(VARIANTS), loc="lower center")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("hf.jsonl"), help="the file to write")
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["1B", "8B"])
+    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--only", nargs="+", help="texts, one of which is in the name, as in '8B eager decode'"
+    )
+    parser.add_argument("--quick", action="store_true", help="eager, three rounds")
+    parser.add_argument(
+        "--budget-s", type=float, default=240, help="seconds after which nothing new is compiled"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", help="the commit measured, where git cannot say")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing, show this file")
+    parser.add_argument("--page", type=Path, help="with --report: put the table between its markers there")
+    parser.add_argument("--plot", type=Path, help="with --report: draw there")
+    args = parser.parse_args()
+    if args.quick:
+        args.modes = ["eager"]
+    if args.report is None:
+        if args.out.exists():
+            parser.error(f"{args.out} is there already")
+        Bench(args).run()
+        args.report = args.out
+    report(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+// The kernels' configurations for every H: each vector of a row has one owner, and no limit of the GPU is passed. Needs no GPU.
+#include "cuda/config.h"
+
+#include <cstdio>
+#include <cstdlib>
+
+using namespace fused::cuda;
+
+namespace {
+
+constexpr Gpu kHopper{132, 227 * 1024, true, true, {132, 66, 30, 15, 7}};
+constexpr Gpu kTuring{40, 64 * 1024, false, false, {}};
+
+int64_t cols = 0;  // under test, for the message
+
+void check(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "H = %lld: expected %s\n", static_cast<long long>(cols), what);
+  std::exit(1);
+}
+
+bool is_row_width(int threads) {
+  const bool power_of_two = (threads & (threads - 1)) == 0;
+  return threads <= kWarpThreads ? power_of_two : threads % kWarpThreads == 0;
+}
+
+void check_sums(const SumLayout& layout, int64_t vectors, int vectors_per_thread) {
+  check(int64_t{layout.warps} * vectors_per_thread * kWarpThreads >= vectors, "a sum of every vector");
+  check(int64_t{layout.octets} * 256 >= vectors && (layout.octets - 1) * int64_t{256} < vectors, "octets that cover the row once");
+  check(layout.lanes <= kWarpThreads && (layout.lanes >= layout.octets || layout.lanes == kWarpThreads), "a lane for each octet");
+}
+
+void check_forward(int64_t vectors, int64_t rows, const Gpu& gpu) {
+  const ForwardConfig config = forward_config(vectors, rows, gpu);
+  const int v = config.vectors_per_thread;
+  if (v == 0) return check(vectors > 4096, "rows this short to be held in registers");
+  check(v == 1 || v == 2 || v == 4 || v == 8, "1, 2, 4 or 8 vectors a thread");
+  check(is_row_width(config.threads), "whole warps, or a power of two within one");
+  check(int64_t{config.threads} * v * config.cluster >= vectors, "a thread for every vector");
+  check(config.threads * config.rows_per_block <= (v == 8 ? 512 : kMaxThreads), "a block that fits");
+  check(config.threads * config.rows_per_block % kWarpThreads == 0, "whole warps in a block");
+  check(config.threads >= kWarpThreads || v == 1, "one vector a thread where rows share a warp");
+  check(config.cluster == 1 || (gpu.hopper && config.rows_per_block == 1), "clusters on Hopper, a row each");
+  check(config.cluster <= kPortableCluster, "a cluster that every GPU schedules");
+  check(config.cluster == 1 ? v != 8 : v == 1 || v == 8, "a kernel that is compiled");
+  check_sums(sum_layout(vectors, v), vectors, v);
+}
+
+void check_backward(int64_t vectors, int vector_bytes, int residual_vector_bytes, bool ring, const Gpu& gpu) {
+  const BackwardConfig config = backward_config(vectors, vector_bytes, residual_vector_bytes, ring, gpu);
+  const int v = config.vectors_per_thread;
+  for (const int64_t rows : {1, 3, 1000, 1000000}) {
+    const int64_t blocks = backward_blocks(config, rows, gpu);
+    check(blocks >= 1 && blocks % config.cluster == 0, "whole clusters");
+    check(partial_rows(config, rows, gpu) >= blocks / config.cluster, "a partial sum a block");
+  }
+  if (config.kernel == BackwardKernel::kLoop) return check(vectors > 1024, "rows this short to be held in registers");
+  check(is_row_width(config.threads), "whole warps, or a power of two within one");
+  check(int64_t{config.threads} * v * config.cluster >= vectors, "a thread for every vector");
+  check(config.threads >= kWarpThreads || v == 1, "one vector a thread where rows share a warp");
+  check_sums(sum_layout(vectors, v), vectors, v);
+  if (config.kernel == BackwardKernel::kRegisters) {
+    check(config.threads * config.rows_per_block <= 256 && config.threads * config.rows_per_block % kWarpThreads == 0,
+          "a block that fits");
+    return;
+  }
+  check(ring && gpu.hopper, "a ring only where it can be used");
+  check(config.stages >= kMinStages && config.stages <= kMaxStages, "stages enough to make progress");
+  check(std::max(config.threads, kWarpThreads) * config.teams <= ring_threads(v), "a block that fits");
+  check(config.teams < 16, "a named barrier for every team");
+  check(ring_layout(config, vectors, vector_bytes, residual_vector_bytes).bytes <= gpu.shared_bytes, "stages that fit");
+  check(gpu.clusters[log2_of(config.cluster)] > 0, "clusters that are scheduled");
+}
+
+}  // namespace
+
+int main() {
+  for (cols = 1; cols <= 300000; ++cols) {
+    for (const int vector_elements : {8, 4, 2}) {
+      const int64_t vectors = div_up(cols, vector_elements);
+      for (const Gpu& gpu : {kHopper, kTuring}) {
+        for (const int64_t rows : {1, 2, 16, 17, 64, 132, 133, 264, 265, 4096, 1000000}) check_forward(vectors, rows, gpu);
+        check_backward(vectors, 0, 0, false, gpu);
+      }
+      for (const int residual_vector_bytes : {16, 32}) {  // a 16-bit input's vector under its own dtype, and under fp32
+        check_backward(vectors, 16, residual_vector_bytes, true, kHopper);
+      }
+    }
+  }
+  std::puts("every configuration holds");
+}
