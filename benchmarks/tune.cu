@@ -259,7 +259,7 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
   for (int vectors : {1, 2, 4}) {
     BackwardConfig config;
     config.vectors_per_thread = vectors;
-    for (int cluster : {1, 2, 4, 8, 16}) {
+    if (vectors == kRingVectors) for (int cluster : {1, 2, 4, 8, 16}) {
       config.kernel = BackwardKernel::kRing;
       config.cluster = cluster;
       config.threads = threads_of_row(div_up(problem.vectors(), cluster), vectors);
@@ -269,7 +269,7 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
           config.teams = teams;
           const int threads = std::max(config.threads, kWarpThreads) * teams;
           const auto layout = ring_layout(config, problem.vectors(), vector_bytes, residual_vector_bytes);
-          if (threads > ring_threads(vectors) || threads < 64 || layout.bytes > gpu.shared_bytes) continue;
+          if (threads > kRingThreads || threads < 64 || layout.bytes > gpu.shared_bytes) continue;
           if (layout.bytes < gpu.shared_bytes / 3) continue;  // too few bytes on their way
           try_config(config);
         }

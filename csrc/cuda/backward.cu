@@ -50,7 +50,6 @@ __global__ void __launch_bounds__(256)
 
   const int threads = config.threads, lanes = min(threads, kWarp), thread = threadIdx.x, warp = thread / kWarp;
   const int lane = (threadIdx.y * threads + thread) % kWarp;
-  const bool first = thread % kWarp == 0, last = thread % kWarp == lanes - 1;
   const int cols = static_cast<int>(p.shape.cols), first_col = (warp * V * kWarp + thread % kWarp) * N;
   const bool has_dh = p.grad_residual_out.data != nullptr;
   const bool wants_dx = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
@@ -72,7 +71,7 @@ __global__ void __launch_bounds__(256)
   for (int64_t block_row = static_cast<int64_t>(blockIdx.x) * config.rows_per_block; block_row < p.shape.rows; block_row += step) {
     const int64_t row = block_row + threadIdx.y;
     const bool active = row < p.shape.rows;
-    const auto remaining = [&](int v) { return active ? cols - first_col - v * kStride : -N; };
+    const auto remaining = [&](int v) { return (active ? cols - first_col : -N) - v * kStride; };
     const BackwardRow<T, R, O> at(p, RowIndex(p.shape, row), first_col);
     const A rstd = active ? static_cast<const A*>(p.rstd)[row] : A(0);
 
@@ -109,6 +108,8 @@ __global__ void __launch_bounds__(256)
     }
     const A projection = mean_projection(total, rstd, inverse_cols);
 
+    Words<T, N> grad_input[V];
+    Words<R, N> grad_residual[V];
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       A dx[N], dy_values[N], h_values[N], scale[N];
@@ -117,13 +118,12 @@ __global__ void __launch_bounds__(256)
       unpack(h[v], h_values);
       unpack_scale(w[v], has_weight, offset, scale);
       input_gradient(dx, dy_values, h_values, scale, rstd, projection);
-      if (p.grad_input.data != nullptr) {
-        store<Aligned>(at.grad_input + v * kStride, remaining(v), pack<T, N>(dx), first, last);
-      }
-      if (p.grad_residual.data != nullptr) {
-        store<Aligned>(at.grad_residual + v * kStride, remaining(v), pack<R, N>(dx), first, last);
-      }
+      grad_input[v] = pack<T, N>(dx);
+      grad_residual[v] = pack<R, N>(dx);
     }
+    const int lane_of_row = thread % kWarp;
+    if (p.grad_input.data != nullptr) store_run<Aligned>(at.grad_input, remaining(0), grad_input, lane_of_row, lanes);
+    if (p.grad_residual.data != nullptr) store_run<Aligned>(at.grad_residual, remaining(0), grad_residual, lane_of_row, lanes);
   }
 
   if (partials != nullptr) {
@@ -142,7 +142,6 @@ __global__ void __launch_bounds__(kMaxThreads)
   constexpr int64_t kStep = static_cast<int64_t>(kMaxThreads) * N;
   __shared__ A sums[kWarp];
   const int lane = threadIdx.x % kWarp;
-  const bool first = lane == 0, last = lane == kWarp - 1;
   const bool has_dh = p.grad_residual_out.data != nullptr;
   const bool wants_dx = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
   const int64_t cols = p.shape.cols;
@@ -201,11 +200,11 @@ __global__ void __launch_bounds__(kMaxThreads)
         if (has_dh) unpack(load<Aligned, R, N>(at.grad_residual_out + col, remaining(col)), dx);
         load_scale(col, scale);
         input_gradient(dx, dy, h, scale, rstd, projection);
-        if (p.grad_input.data != nullptr) {
-          store<Aligned>(at.grad_input + col, remaining(col), pack<T, N>(dx), first, last);
-        }
+        const Words<T, N> grad_input[1] = {pack<T, N>(dx)};
+        const Words<R, N> grad_residual[1] = {pack<R, N>(dx)};
+        if (p.grad_input.data != nullptr) store_run<Aligned>(at.grad_input + col, remaining(col), grad_input, lane, kWarp);
         if (p.grad_residual.data != nullptr) {
-          store<Aligned>(at.grad_residual + col, remaining(col), pack<R, N>(dx), first, last);
+          store_run<Aligned>(at.grad_residual + col, remaining(col), grad_residual, lane, kWarp);
         }
       }
     }

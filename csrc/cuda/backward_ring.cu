@@ -23,11 +23,16 @@ __device__ __forceinline__ Words<T, N> load_shared(const T* from) {
   return load<true, T, N>(from, N);
 }
 
+template <class T, int N>
+__device__ __forceinline__ void store_vector(T* to, bool owned, const Words<T, N>& words) {
+  store_run<true, T, N, 1>(to, owned ? N : 0, {words}, 0, kWarp);
+}
+
 // Wants: kWantsGradInput (grad_input and, under an fp32 residual, grad_residual), kWantsGradWeight. What the shape decides is
 // settled before the loop over rows: within it, a vector beyond the row's end is computed like the others, on whatever shared memory
 // holds, and left out of the sum and of the stores, so that the vectors' loads and arithmetic interleave.
-template <class T, class R, class O, class W, int V, int Wants>
-__global__ void __launch_bounds__(ring_threads(V))
+template <class T, class R, class O, class W, int V, int MaxThreads, int Wants>
+__global__ void __launch_bounds__(MaxThreads)
     backward_in_a_ring(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardConfig config,
                        const __grid_constant__ SumLayout sum_layout, const __grid_constant__ RingLayout layout, float* partials) {
   constexpr int N = kVectorElements<T>, kStride = kWarp * N;  // columns from one of a thread's vectors to the next
@@ -159,10 +164,10 @@ __global__ void __launch_bounds__(ring_threads(V))
             unpack(load_shared<R, N>(dh_at + v * kStride), dx);
             input_gradient(dx, dy, h, scale[v], rstd, projection);
             if (std::is_same_v<T, R> || p.grad_input.data != nullptr) {
-              store<true>(grad_input + v * kStride, owns[v] ? N : 0, pack<T, N>(dx), false, false);
+              store_vector(grad_input + v * kStride, owns[v], pack<T, N>(dx));
             }
             if (!std::is_same_v<T, R> && p.grad_residual.data != nullptr) {
-              store<true>(grad_residual + v * kStride, owns[v] ? N : 0, pack<R, N>(dx), false, false);
+              store_vector(grad_residual + v * kStride, owns[v], pack<R, N>(dx));
             }
           }
         }
@@ -197,7 +202,7 @@ __global__ void __launch_bounds__(ring_threads(V))
                 col_of_slice;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      store<true>(partials + v * kStride, owns[v] ? N : 0, pack<float, N>(grad_weight[v]), false, false);
+      store_vector(partials + v * kStride, owns[v], pack<float, N>(grad_weight[v]));
     }
   }
 }
@@ -224,27 +229,29 @@ cudaError_t launch_backward_ring(const BackwardParams& p, const BackwardConfig& 
       how.dependent = gpu.dependent;
       how.device = device;
       how.stream = stream;
-      const auto launch_as = [&](auto v, auto wants) {
-        error = launch<backward_in_a_ring<T, R, O, W, decltype(v)::value, decltype(wants)::value>>(
+      const auto launch_as = [&](auto v, auto max_threads, auto wants) {
+        constexpr auto kernel =
+            backward_in_a_ring<T, R, O, W, decltype(v)::value, decltype(max_threads)::value, decltype(wants)::value>;
+        error = launch<kernel>(
             how, p, config, sum_layout(vectors, config.vectors_per_thread), layout, static_cast<float*>(grad_weight_partials));
       };
-      const auto dispatch_wants = [&](auto v) {
+      const auto dispatch_wants = [&](auto v, auto max_threads) {
         const bool wants_input = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
-        if (grad_weight_partials == nullptr) return launch_as(v, Constant<kWantsGradInput>());
-        wants_input ? launch_as(v, Constant<kWantsGradInput | kWantsGradWeight>()) : launch_as(v, Constant<kWantsGradWeight>());
+        if (grad_weight_partials == nullptr) return launch_as(v, max_threads, Constant<kWantsGradInput>());
+        wants_input ? launch_as(v, max_threads, Constant<kWantsGradInput | kWantsGradWeight>())
+                    : launch_as(v, max_threads, Constant<kWantsGradWeight>());
       };
-      switch (config.vectors_per_thread) {
-        case 1: return dispatch_wants(Constant<1>());
-        case 2: return dispatch_wants(Constant<2>());
-        default: return dispatch_wants(Constant<4>());
-      }
+      // Up to 256 threads a thread may have the 220 registers that 4 vectors want; beyond, it has 168 and spills a few.
+      static_assert(kRingThreads == 384);
+      how.threads.x * how.threads.y <= 256 ? dispatch_wants(Constant<kRingVectors>(), Constant<256>())
+                                           : dispatch_wants(Constant<kRingVectors>(), Constant<kRingThreads>());
     }
   });
   return error;
 }
 
 cudaError_t resident_clusters(int cluster, int shared_bytes, int* count) {
-  constexpr auto kernel = backward_in_a_ring<float, float, float, float, 1, kWantsGradInput>;
+  constexpr auto kernel = backward_in_a_ring<float, float, float, float, kRingVectors, kRingThreads, kWantsGradInput>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   cudaLaunchAttribute attribute;
@@ -252,7 +259,7 @@ cudaError_t resident_clusters(int cluster, int shared_bytes, int* count) {
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(cluster);
-  config.blockDim = dim3(ring_threads(1));
+  config.blockDim = dim3(kRingThreads);
   config.dynamicSmemBytes = shared_bytes;
   config.attrs = &attribute;
   config.numAttrs = 1;

@@ -107,8 +107,8 @@ struct BackwardConfig {
   int cluster = 1;             // kRing: blocks a row
 };
 
-// At most in a block, so that a thread has the registers for its vectors.
-constexpr int ring_threads(int vectors_per_thread) { return vectors_per_thread == 4 ? 320 : 512; }
+constexpr int kRingThreads = 384;  // at most in a block
+constexpr int kRingVectors = 4;    // a thread: fewer cost more instructions than they hide latency
 constexpr int kMaxStages = 4;
 constexpr int kMinStages = 3;  // backward_ring.cu
 constexpr int kSumSlots = 4;   // a peer can be one iteration behind in reading and another ahead in writing
@@ -162,7 +162,7 @@ inline BackwardConfig backward_ring_config(int64_t vectors, int vector_bytes, in
     const int64_t slice = div_up(vectors, config.cluster);
     if (slice > 1024 || gpu.clusters[log2_of(config.cluster)] == 0) continue;
     config.kernel = BackwardKernel::kRing;
-    config.vectors_per_thread = 4;
+    config.vectors_per_thread = kRingVectors;
     config.threads = threads_of_row(slice, config.vectors_per_thread);
     const int team_threads = std::max(config.threads, kWarpThreads);
     config.teams = std::max(1, (team_threads > 128 ? 320 : 256) / team_threads);

@@ -74,7 +74,6 @@ __global__ void __launch_bounds__(MaxThreads)
 
   const int threads = config.threads, lanes = min(threads, kWarp), thread = threadIdx.x;
   const int lane = (threadIdx.y * threads + thread) % kWarp;
-  const bool first = thread % kWarp == 0, last = thread % kWarp == lanes - 1;
   int warp = thread / kWarp;  // of the row
   int64_t row = static_cast<int64_t>(blockIdx.x) * config.rows_per_block + threadIdx.y;
   if constexpr (Clustered) {
@@ -89,7 +88,7 @@ __global__ void __launch_bounds__(MaxThreads)
 
   const bool active = row < p.shape.rows;
   const int cols = static_cast<int>(p.shape.cols), first_col = (warp * V * kWarp + thread % kWarp) * N;
-  const auto remaining = [&](int v) { return active ? cols - first_col - v * kStride : -N; };
+  const auto remaining = [&](int v) { return (active ? cols - first_col : -N) - v * kStride; };
   const bool has_residual = p.residual.data != nullptr, has_weight = p.weight.data != nullptr;
   const RowIndex index(p.shape, row);
   const T* input = row_of<const T>(p.input, index) + first_col;
@@ -124,10 +123,10 @@ __global__ void __launch_bounds__(MaxThreads)
   A h[V][N], squares[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    const Words<R, N> rounded = add(x[v], r[v], has_residual, p.round_sum, h[v]);
-    if (has_residual) store<Aligned>(residual_out + v * kStride, remaining(v), rounded, first, last);
+    r[v] = add(x[v], r[v], has_residual, p.round_sum, h[v]);
     squares[v] = sum_of_squares(h[v]);
   }
+  if (has_residual) store_run<Aligned>(residual_out, remaining(0), r, thread % kWarp, lanes);
   if constexpr (!kWeightFirst) load_weight();
 
   A total = warp_sum(squares, lane, lanes);
@@ -145,10 +144,10 @@ __global__ void __launch_bounds__(MaxThreads)
 
   const A rstd = reciprocal_root(total, inverse_cols, p.eps);
   if (p.rstd != nullptr && active && first_col == 0) static_cast<A*>(p.rstd)[row] = rstd;
+  Words<O, N> y[V];
 #pragma unroll
-  for (int v = 0; v < V; ++v) {
-    store<Aligned>(out + v * kStride, remaining(v), normalize<R, O>(p, h[v], rstd, w[v]), first, last);
-  }
+  for (int v = 0; v < V; ++v) y[v] = normalize<R, O>(p, h[v], rstd, w[v]);
+  store_run<Aligned>(out, remaining(0), y, thread % kWarp, lanes);
 }
 
 // A row of any length, by one block that reads it twice: for the statistics, and for the results. A warp adds the octets that
@@ -160,7 +159,6 @@ __global__ void __launch_bounds__(kMaxThreads) forward_in_a_loop(const __grid_co
   constexpr int64_t kStep = static_cast<int64_t>(kMaxThreads) * N;
   __shared__ A sums[kWarp];
   const int lane = threadIdx.x % kWarp;
-  const bool first = lane == 0, last = lane == kWarp - 1;
   const bool has_residual = p.residual.data != nullptr, has_weight = p.weight.data != nullptr;
 
   launch_dependents();
@@ -198,10 +196,11 @@ __global__ void __launch_bounds__(kMaxThreads) forward_in_a_loop(const __grid_co
   for (int64_t start = 0; start < cols; start += kStep) {
     const int64_t col = start + threadIdx.x * N;
     A h[N];
-    const Words<R, N> rounded = load_sum(col, h);
+    const Words<R, N> rounded[1] = {load_sum(col, h)};
     const auto w = load<Aligned, W, N>(static_cast<const W*>(p.weight.data) + col, has_weight ? remaining(col) : 0);
-    if (has_residual) store<Aligned>(residual_out + col, remaining(col), rounded, first, last);
-    store<Aligned>(out + col, remaining(col), normalize<R, O>(p, h, rstd, w), first, last);
+    if (has_residual) store_run<Aligned>(residual_out + col, remaining(col), rounded, lane, kWarp);
+    const Words<O, N> y[1] = {normalize<R, O>(p, h, rstd, w)};
+    store_run<Aligned>(out + col, remaining(col), y, lane, kWarp);
   }
 }
 

@@ -99,20 +99,14 @@ __device__ __forceinline__ auto element(const Words<T, N>& words, int i) {
 
 // --- Memory ---------------------------------------------------------------------------------------------------------------
 
-// Moves an array of words down by `bytes` (0 to 16); the vacated end is garbage. Selects rather than branches, so that the array
+// Moves an array of words down by `bytes` (0 to 15); the vacated end is garbage. Selects rather than branches, so that the array
 // stays in registers.
 template <int Count>
 __device__ __forceinline__ void shift_down(uint32_t (&word)[Count], int bytes) {
-  const auto shift_words = [&](auto words) {
-    const bool shifts = bytes & (4 * decltype(words)::value);
 #pragma unroll
-    for (int i = 0; i + decltype(words)::value < Count; ++i) {
-      word[i] = shifts ? word[i + decltype(words)::value] : word[i];
-    }
-  };
-  shift_words(Constant<4>());
-  shift_words(Constant<2>());
-  shift_words(Constant<1>());
+  for (int i = 0; i + 2 < Count; ++i) word[i] = bytes & 8 ? word[i + 2] : word[i];
+#pragma unroll
+  for (int i = 0; i + 1 < Count; ++i) word[i] = bytes & 4 ? word[i + 1] : word[i];
 #pragma unroll
   for (int i = 0; i + 1 < Count; ++i) word[i] = __funnelshift_r(word[i], word[i + 1], bytes % 4 * 8);
 }
@@ -140,17 +134,22 @@ __device__ __forceinline__ Words<T, N> load(const T* from, int remaining) {
   Words<T, N> words = {};
   if (remaining <= 0) return words;
   const auto* bytes = reinterpret_cast<const char*>(from);
-  if constexpr (Aligned) {
+  const int shift = Aligned ? 0 : misalignment(from);
+  if (Aligned || (shift == 0 && remaining >= N)) {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) load_block(bytes + i * kBlockBytes, words.word + 4 * i);
-  } else {
-    const int shift = misalignment(from), own = min(remaining, N) * static_cast<int>(sizeof(T));
-    uint32_t around[4 * (kBlocks + 1)] = {};  // a block without an element of ours may lie outside the allocation
+    return words;
+  }
+  const int own = min(remaining, N) * static_cast<int>(sizeof(T));
+  uint32_t around[4 * (kBlocks + 1)] = {};  // a block without an element of ours may lie outside the allocation
 #pragma unroll
-    for (int i = 0; i <= kBlocks; ++i) {
-      if (i * kBlockBytes < shift + own) load_block(bytes - shift + i * kBlockBytes, around + 4 * i);
-    }
-    shift_down(around, shift);
+  for (int i = 0; i <= kBlocks; ++i) {
+    if (i * kBlockBytes < shift + own) load_block(bytes - shift + i * kBlockBytes, around + 4 * i);
+  }
+  shift_down(around, shift);
+#pragma unroll
+  for (int i = 0; i < Words<T, N>::kCount; ++i) words.word[i] = around[i];
+  if (remaining < N) {
 #pragma unroll
     for (int i = 0; i < Words<T, N>::kCount; ++i) {
       const int valid = own - 4 * i;  // bytes of this word
@@ -160,42 +159,64 @@ __device__ __forceinline__ Words<T, N> load(const T* from, int remaining) {
   return words;
 }
 
-// Stores the vector's first `remaining` elements (any sign). Unaligned: every lane of the warp takes part, lanes own neighbouring
-// vectors, and `first` and `last` mark the ends of a run of lanes that belong to one row.
-template <bool Aligned, class T, int N>
-__device__ __forceinline__ void store(T* to, int remaining, const Words<T, N>& words, bool first, bool last) {
-  constexpr int kBlocks = N * sizeof(T) / kBlockBytes;
-  auto* bytes = reinterpret_cast<char*>(to);
-  if constexpr (Aligned) {
-    if (remaining <= 0) return;
+// Stores elements [begin, end) of a vector, one by one.
+template <class T, int N>
+__device__ __forceinline__ void store_elements(T* to, int begin, int end, const Words<T, N>& words) {
+  using Bits = decltype(element(words, 0));
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) store_block(bytes + i * kBlockBytes, words.word + 4 * i);
-  } else {
-    constexpr int kPerBlock = kVectorElements<T>;
-    using Bits = decltype(element(words, 0));
-    const int shift = misalignment(to), ahead = shift / static_cast<int>(sizeof(T));
-    // The blocks from the one that holds our first element: the end of the lane before, then our elements.
-    Words<T, N + 2 * kPerBlock> run = {};
+  for (int i = 0; i < N; ++i) {
+    if (i >= begin && i < end) reinterpret_cast<Bits*>(to)[i] = element(words, i);
+  }
+}
+
+// Stores a warp's run: V vectors a lane, each 32 lanes (N columns a lane) behind the one before, of which the first `remaining`
+// elements from `to` on (any sign) belong to the row. `lane` counts within the `lanes` that share the row; all lanes of the warp
+// take part.
+template <bool Aligned, class T, int N, int V>
+__device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N> (&run)[V], int lane, int lanes) {
+  constexpr int kBlocks = N * sizeof(T) / kBlockBytes, kPerBlock = kVectorElements<T>, kStride = kWarp * N;
+  const int shift = Aligned ? 0 : misalignment(to), ahead = shift / static_cast<int>(sizeof(T));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) run.word[i] = __shfl_up_sync(kAllLanes, words.word[4 * (kBlocks - 1) + i], 1);
+  for (int v = 0; v < V; ++v) {
+    const Words<T, N>& own = run[v];
+    T* at = to + v * kStride;
+    const int left = remaining - v * kStride;
+    if (shift == 0 && left >= N) {
 #pragma unroll
-    for (int i = 0; i < Words<T, N>::kCount; ++i) run.word[4 + i] = words.word[i];
-    shift_down(run.word, kBlockBytes - shift);
+      for (int i = 0; i < kBlocks; ++i) store_block(reinterpret_cast<char*>(at) + i * kBlockBytes, own.word + 4 * i);
+    }
+    if constexpr (!Aligned) {
+      if (shift == 0) {
+        if (left < N) store_elements(at, 0, left, own);
+        continue;
+      }
+      // The 16-byte blocks from the one that holds our first element on: they begin with the end of the vector before, which
+      // the lane before has (the last lane's, of the run's vector before).
+      Words<T, N + kPerBlock> blocks;
 #pragma unroll
-    for (int block = 0; block <= kBlocks; ++block) {
-      if (block == kBlocks && !last) continue;  // the next lane stores it
-      const int begin = first ? ahead - block * kPerBlock : 0;
-      const int end = min(remaining, N) + ahead - block * kPerBlock;
-      if (begin <= 0 && end >= kPerBlock) {
-        store_block(bytes - shift + block * kBlockBytes, run.word + 4 * block);
-      } else {
+      for (int i = 0; i < 4; ++i) {
+        const int end = 4 * (kBlocks - 1) + i;
+        const uint32_t give = v > 0 && lane == lanes - 1 ? run[v > 0 ? v - 1 : 0].word[end] : own.word[end];
+        blocks.word[i] = __shfl_sync(kAllLanes, give, (threadIdx.y * blockDim.x + threadIdx.x + kWarp - 1) % kWarp);
+      }
 #pragma unroll
-        for (int i = 0; i < kPerBlock; ++i) {
-          if (i >= begin && i < end) {
-            reinterpret_cast<Bits*>(bytes - shift + block * kBlockBytes)[i] = element(run, block * kPerBlock + i);
-          }
+      for (int i = 0; i < Words<T, N>::kCount; ++i) blocks.word[4 + i] = own.word[i];
+      shift_down(blocks.word, kBlockBytes - shift);
+      const bool has_before = v > 0 || lane > 0;
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        const int begin = has_before ? 0 : ahead - i * kPerBlock, end = min(left, N) + ahead - i * kPerBlock;
+        T* block = at - ahead + i * kPerBlock;
+        if (begin <= 0 && end >= kPerBlock) {
+          store_block(reinterpret_cast<char*>(block), blocks.word + 4 * i);
+        } else {
+          Words<T, kPerBlock> part;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) part.word[j] = blocks.word[4 * i + j];
+          store_elements(block, begin, end, part);
         }
       }
+      if (v == V - 1 && lane == lanes - 1) store_elements(at, N - ahead, min(left, N), own);  // no lane behind it
     }
   }
 }

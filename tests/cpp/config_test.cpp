@@ -65,8 +65,9 @@ void check_backward(int64_t vectors, int vector_bytes, int residual_vector_bytes
     return;
   }
   check(ring && gpu.hopper, "a ring only where it can be used");
+  check(v == kRingVectors, "a kernel that is compiled");
   check(config.stages >= kMinStages && config.stages <= kMaxStages, "stages enough to make progress");
-  check(std::max(config.threads, kWarpThreads) * config.teams <= ring_threads(v), "a block that fits");
+  check(std::max(config.threads, kWarpThreads) * config.teams <= kRingThreads, "a block that fits");
   check(config.teams < 16, "a named barrier for every team");
   check(ring_layout(config, vectors, vector_bytes, residual_vector_bytes).bytes <= gpu.shared_bytes, "stages that fit");
   check(gpu.clusters[log2_of(config.cluster)] > 0, "clusters that are scheduled");
