@@ -198,7 +198,7 @@ void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bo
       }
     }
   }
-  const auto chosen = forward_config(problem.vectors(), problem.rows, gpu);
+  const auto chosen = forward_config(problem.vectors(), problem.rows, true, gpu);
   report("chosen", {{time(chosen), describe(chosen)}}, copy, 1);
   report("forward", results, copy, 6);
 }
@@ -238,7 +238,7 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
   std::printf("copy %.2f us (%.2f TB/s)\n", copy, 2.0 * bytes / copy / 1e6);
 
   const auto run = [&](const BackwardParams& params, const BackwardConfig& config) {
-    return config.kernel == BackwardKernel::kRing ? launch_backward_ring(params, config, partials, gpu, 0, timer.stream)
+    return config.kernel == BackwardKernel::kRing ? launch_backward_ring(params, config, partials, true, gpu, 0, timer.stream)
                                                   : launch_backward(params, config, partials, true, gpu, 0, timer.stream);
   };
   const auto finish = [&](const BackwardConfig& config) {
@@ -268,7 +268,7 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
           config.stages = stages;
           config.teams = teams;
           const int threads = std::max(config.threads, kWarpThreads) * teams;
-          const auto layout = ring_layout(config, problem.vectors(), vector_bytes, residual_vector_bytes);
+          const auto layout = ring_layout(config, problem.vectors(), vector_bytes, residual_vector_bytes, true);
           if (threads > kRingThreads || threads < 64 || layout.bytes > gpu.shared_bytes) continue;
           if (layout.bytes < gpu.shared_bytes / 3) continue;  // too few bytes on their way
           try_config(config);
@@ -287,7 +287,7 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
       }
     }
   }
-  const auto chosen = backward_config(problem.vectors(), vector_bytes, residual_vector_bytes, true, gpu);
+  const auto chosen = backward_config(problem.vectors(), problem.rows, vector_bytes, residual_vector_bytes, true, true, gpu);
   report("chosen", {{time(chosen), describe(chosen)}}, copy, 1);
   const float alone = timer.cold([&] { return run(p, chosen); }), finishing = timer.cold([&] { return finish(chosen); });
   std::printf("of which %.2f us before the partial sums are added up, %.2f us to add them up alone\n", alone, finishing);

@@ -57,9 +57,9 @@ def writable(tensor: Tensor) -> Tensor:
 class Arena:
     """Tensors with guard bytes around them.
 
-    ``with arena:`` hands out memory with `place`, and to `torch.empty` in C++ and Python within `serving()`. At its end all
-    that was handed out is made 0xFF again; then no other byte may differ, and whoever wrote it wrote outside its tensor. What
-    reads outside its tensor, or reads fresh memory, gets NaN.
+    ``with arena:`` hands out memory by `place` and, within `serving()`, to `at::empty` in C++ and Python. At
+    its end all that was handed out is made 0xFF again; a byte that then differs lies outside every tensor.
+    Whoever reads outside a tensor, or reads fresh memory, gets NaN.
     """
 
     def __init__(self, device: str, size: int) -> None:
@@ -100,9 +100,15 @@ class Arena:
         return tensor
 
     def place(
-        self, shape: Sequence[int], dtype: torch.dtype, layout: Layout, *, over: tuple[Tensor, int] | None = None, room: int = 0
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        layout: Layout,
+        *,
+        over: tuple[Tensor, int] | None = None,
+        room: int = 0,
     ) -> Tensor:
-        """A tensor laid out so, `room` bytes away from the next; `over` a tensor: that many elements behind its start."""
+        """In memory of its own with `room` bytes to spare, or `over` a tensor, elements behind its start."""
         strides, extent = layout.strides(shape)
         if over is None:
             start = self._take(extent * dtype.itemsize + room) + layout.offset * dtype.itemsize

@@ -1,13 +1,15 @@
-"""Random calls of the operators against tests/reference.py. test_fuzz.py has hypothesis choose them; as a program,
+"""Random calls of the operators against reference.py. In test_fuzz.py hypothesis chooses them; as a program,
 
     python tests/fuzz.py --device cuda --examples 20000 --json summary.json
 
-a seeded generator does. A failure prints its seed: `--seed SEED --examples 1` repeats it.
+a seeded generator does, until so many have gone through forward and backward. A failure prints its seed:
+`--seed SEED --examples 1` repeats it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -15,166 +17,22 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-from arena import Arena, Layout, dense, same_bits, writable
-from reference import (
-    CASTING_MODES,
-    DTYPES,
-    accumulation_dtype,
-    assert_rounds_to,
-    backward,
-    forward,
-)
+from arena import Arena, same_bits, writable
+from fuzz_cases import Case, fill, some_case
+from reference import accumulation_dtype, assert_rounds_to, backward, forward
 from torch import Tensor
 
 import fused_add_rms_norm as fused
 
-Item = TypeVar("Item")
-Choose = Callable[[Sequence[Item]], Item]
+Dtypes = dict[str, torch.dtype]
 
-FORMS = ("add_rms_norm", "rms_norm", "add_rms_norm_", "add_rms_norm_out")
-# Where kernels change hands: powers of two, and 16-byte vectors that do not divide a row.
-EDGES = [base + by for base in (128, 256, 512, 1024, 2048) for by in (-8, -1, 0, 1, 8)]
-LONG = [base + by for base in (4096, 8192, 16384, 32768, 65536, 131072, 262144) for by in (-8, -1, 0, 1, 8)]
-SMALL, LARGE = 5_000, 1_000_000  # elements of a tensor
+SMALL, LARGE = 10_000, 1_100_000  # elements of a tensor
 ARENA_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call. Its printed form is the call to repeat it: `check(Case(...), arena)`."""
-
-    form: str
-    shape: tuple[int, ...]
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # of input, residual, out
-    weight_dtype: torch.dtype | None
-    layouts: dict[str, Layout]  # by the tensor's name
-    over: dict[str, tuple[str, int]]  # tensors that start so many elements into another
-    eps: float
-    offset: float
-    casting_mode: str
-    needs_grad: tuple[bool, bool, bool]  # input, residual, weight
-    used: tuple[bool, bool]  # out, residual_out
-    pattern: str
-    scale: float
-    seed: int
-
-
-# --- Generation -----------------------------------------------------------------------------------------------------------
-
-
-def some_shape(choose: Choose[Any], max_numel: int) -> tuple[int, ...]:
-    cols = [range(1, 65), range(1, 65), EDGES, LONG][choose(range(4 if choose(range(4)) == 3 else 3))]
-    shape = [choose([n for n in cols if n <= max_numel] or [1])]
-    for _ in range(choose((1, 1, 2, 2, 3, 4, 0))):
-        sizes = (2, 1, 3, 5, 17, 64, 133, 300, 1025, 0) if choose(range(3)) == 2 else (2, 1, 3, 4, 7)
-        shape.insert(0, choose([n for n in sizes if n * math.prod(size or 1 for size in shape) <= max_numel]))
-    return tuple(shape)
-
-
-def some_layout(choose: Choose[Any], shape: tuple[int, ...]) -> Layout:
-    rank = len(shape)
-    if choose(range(3)) == 0:
-        return dense(rank)
-    order = list(range(rank))
-    if rank > 1 and choose(range(4)) == 3:
-        movable = range(rank if choose(range(4)) == 3 else rank - 1)  # the last dimension seldom moves
-        first, second = choose(movable), choose(movable)
-        order[first], order[second] = order[second], order[first]
-    last = rank - 1
-    layout = Layout(
-        order=tuple(order),
-        steps=tuple(choose((1,) * (15 if dim == last else 5) + (2,)) for dim in range(rank)),
-        pads=tuple(choose((0, 0, 0, 1, 3, 8) if dim == last else (0, 0, 0, 1)) for dim in range(rank)),
-        expanded=tuple(choose((False,) * 11 + (True,)) for _ in range(rank)),
-        offset=choose((0, 0, 1, 2, 3, 8)),
-    )
-    return layout if layout.strides(shape)[1] <= 4 * math.prod(shape) + 10_000 else dense(rank)
-
-
-def some_overlaps(choose: Choose[Any], case: Case) -> dict[str, tuple[str, int]]:
-    """Pairs of tensors that may be one, meet, or lie side by side in one buffer."""
-    if case.form == "add_rms_norm_":
-        pairs = {"residual": ("input",), "weight": ("input", "residual")}
-    else:
-        pairs = {
-            "residual": ("input",),
-            "weight": ("input",),
-            "out": ("input", "residual", "weight"),
-            "residual_out": ("residual", "input", "weight", "out"),
-        }
-    over = {}
-    for name, targets in pairs.items():
-        if choose((False, False, True)):
-            cols = case.shape[-1]
-            over[name] = (choose(targets), choose((0, 0, 0, 1, 8, cols - 1, cols, cols + 8, math.prod(case.shape))))
-    return over
-
-
-def some_case(choose: Choose[Any], max_numel: int) -> Case:
-    form = choose(FORMS[:1] * 3 + FORMS[1:])
-    shape = some_shape(choose, max_numel)
-    dtypes = choose(DTYPES)
-    if form == "rms_norm":
-        dtypes = (dtypes[0],) * 3
-    elif form == "add_rms_norm_":
-        dtypes = (dtypes[0], dtypes[1], dtypes[0])
-    names = ("input", "residual", "out", "residual_out", "grad_out", "grad_residual_out")
-    layouts = {name: some_layout(choose, shape) for name in names}
-    layouts["weight"] = some_layout(choose, shape[-1:])
-    case = Case(
-        form=form,
-        shape=shape,
-        dtypes=dtypes,
-        weight_dtype=choose((dtypes[0], None, torch.float32, torch.bfloat16, torch.float16, torch.float64)),
-        layouts=layouts,
-        over={},
-        eps=choose((1e-6, 1e-5, 1e-12, 1e-3, 1.0)),
-        offset=choose((0.0, 1.0, -0.375)),
-        casting_mode=choose(CASTING_MODES),
-        needs_grad=(choose((True, True, False)), choose((True, True, False)), choose((True, True, False))),
-        used=(True, False) if form == "rms_norm" else choose(((True, True), (True, False), (False, True))),
-        pattern=choose(("random", "zero rows", "constant", "one large", "cancelling")),
-        scale=choose((1.0, 1.0, 2.0**-7, 2.0**4)),
-        seed=choose(range(1 << 16)),
-    )
-    if form in ("add_rms_norm_", "add_rms_norm_out") and math.prod(shape) <= 20_000:
-        over = some_overlaps(choose, case)
-        same_layout = choose((True, True, False))
-        for name, (target, _) in over.items():
-            if same_layout and name != "weight" and target != "weight":
-                layouts[name] = layouts[target]
-        case = replace(case, over=over)
-    return case
-
-
-def fill(case: Case, tensors: dict[str, Tensor]) -> None:
-    """Values for the arguments; along an expanded dimension all get the first one's."""
-    device = tensors["input"].device
-    generator = torch.Generator(device).manual_seed(case.seed)
-    values = {name: torch.randn(tensor.shape, generator=generator, device=device) for name, tensor in tensors.items()}
-    x, r = (values.get(name, values["input"]) for name in ("input", "residual"))
-    for value in (x, r) if r is not x else (x,):
-        value *= case.scale
-    if case.pattern == "zero rows":
-        x.view(-1, x.shape[-1])[::2] = r.view(-1, x.shape[-1])[::2] = 0
-    elif case.pattern == "constant":
-        x.fill_(case.scale / 3)
-    elif case.pattern == "one large":
-        x[..., :1] *= 64
-    elif case.pattern == "cancelling" and r is not x:
-        r.copy_(r / 64 - x)
-    for name, tensor in tensors.items():
-        each = writable(tensor)
-        each.copy_(values[name][tuple(slice(size) for size in each.shape)])
-
-
-# --- Checks ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -205,8 +63,8 @@ def expect(case: Case, arguments: dict[str, Tensor], arena: Arena) -> Expected:
 
 
 def as_computed(weight: Tensor | None, input: Tensor) -> Tensor | None:
-    """An fp64 weight counts as what the operators read of it: rounded to the dtype they compute in."""
-    return None if weight is None else weight.to(torch.promote_types(torch.float16, accumulation_dtype(input.dtype)))
+    """The weight as the operators read it: an fp64 one is rounded to the dtype they compute in."""
+    return None if weight is None else weight.to(accumulation_dtype(input.dtype))
 
 
 def check_unchanged(arguments: dict[str, Tensor], expected: Expected) -> None:
@@ -214,7 +72,7 @@ def check_unchanged(arguments: dict[str, Tensor], expected: Expected) -> None:
         assert same_bits(tensor, expected.arguments[name]), f"{name} was written"
 
 
-def place(case: Case, arena: Arena, names: Sequence[str], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+def place(case: Case, arena: Arena, names: Sequence[str], dtypes: Dtypes) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     shapes = {name: case.shape[-1:] if name == "weight" else case.shape for name in names}
     extents = {name: case.layouts[name].strides(shapes[name])[1] * dtypes[name].itemsize for name in names}
@@ -226,7 +84,7 @@ def place(case: Case, arena: Arena, names: Sequence[str], dtypes: dict[str, torc
     return tensors
 
 
-def check_functional(case: Case, arena: Arena, dtypes: dict[str, torch.dtype]) -> str:
+def check_functional(case: Case, arena: Arena, dtypes: Dtypes) -> str:
     """Results and gradients through autograd."""
     names = [n for n in ("input", "residual", "weight", "grad_out", "grad_residual_out") if n in dtypes]
     tensors = place(case, arena, names, dtypes)
@@ -256,7 +114,7 @@ def check_functional(case: Case, arena: Arena, dtypes: dict[str, torch.dtype]) -
     grad_names = ("grad_out", "grad_residual_out")
     grads = [tensors[name] if used else None for name, used in zip(grad_names, case.used, strict=True)]
     pairs = [
-        (result, grad) for result, grad in zip(results, grads, strict=False) if result.requires_grad and grad is not None
+        (t, grad) for t, grad in zip(results, grads, strict=False) if t.requires_grad and grad is not None
     ]
     if pairs:
         outputs, grad_outputs = zip(*pairs, strict=True)
@@ -290,10 +148,11 @@ def check_gradients(
 def cells(tensor: Tensor) -> Tensor:
     """Where it lies, in units of 2 bytes: one number for each of its elements' units."""
     places = torch.zeros((), dtype=torch.int64)
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = places.unsqueeze(-1) + torch.arange(size) * stride
     units = tensor.element_size() // 2
-    return ((places.flatten() + tensor.storage_offset()) * units).unsqueeze(-1).add(torch.arange(units)).flatten()
+    first = (places.flatten() + tensor.storage_offset()) * units
+    return (first.unsqueeze(-1) + torch.arange(units)).flatten()
 
 
 def meets(a: Tensor, b: Tensor) -> bool:
@@ -307,7 +166,7 @@ def is_one(a: Tensor, b: Tensor) -> bool:
 
 
 def refusal(case: Case, arguments: dict[str, Tensor], results: list[Tensor]) -> bool | None:
-    """Whether the call must be refused; None where it may be: strides that are not followed, views in each other's gaps."""
+    """Whether the call must be refused; None where it may be: strides not followed, views in gaps."""
     may = False
     for tensor in (arguments["input"], arguments["residual"], *results):
         may |= case.shape[-1] > 1 and tensor.stride(-1) != 1
@@ -323,7 +182,7 @@ def refusal(case: Case, arguments: dict[str, Tensor], results: list[Tensor]) -> 
     return None if may or case.over else False
 
 
-def check_into(case: Case, arena: Arena, dtypes: dict[str, torch.dtype]) -> str:
+def check_into(case: Case, arena: Arena, dtypes: Dtypes) -> str:
     """Results in the caller's memory, or a refusal that leaves every byte as it was."""
     in_place = case.form == "add_rms_norm_"
     names = [n for n in ("input", "residual", "weight") if n in dtypes]
@@ -331,11 +190,11 @@ def check_into(case: Case, arena: Arena, dtypes: dict[str, torch.dtype]) -> str:
     arguments = {name: tensors[name] for name in names}
     fill(case, arguments)
     expected = expect(case, arguments, arena)
-    results = [arguments["input"], arguments["residual"]] if in_place else [tensors["out"], tensors["residual_out"]]
+    results = [tensors[n] for n in (("input", "residual") if in_place else ("out", "residual_out"))]
     must_refuse = refusal(case, arguments, results) if 0 not in case.shape else False
-    apart = {n: t for n, t in arguments.items() if not any(meets(t, result) for result in results)} if case.over else {}
-    if not case.over and not in_place:
-        apart = arguments
+    stay = {n: t for n, t in arguments.items() if not any(t is result for result in results)}
+    if case.over:
+        stay = {n: t for n, t in stay.items() if not any(meets(t, result) for result in results)}
 
     options = {"offset": case.offset, "casting_mode": case.casting_mode}
     before = arena.bytes[: arena.used].clone()
@@ -353,7 +212,7 @@ def check_into(case: Case, arena: Arena, dtypes: dict[str, torch.dtype]) -> str:
     assert not must_refuse, "not refused"
     assert same_bits(results[0], expected.out), "out differs from the functional form's"
     assert same_bits(results[1], expected.residual_out), "residual_out differs from the functional form's"
-    check_unchanged(apart, expected)
+    check_unchanged(stay, expected)
     return "forward"
 
 
@@ -371,13 +230,13 @@ def check(case: Case, arena: Arena) -> str:
         return check_into(case, arena, dtypes)
 
 
-# --- The program ----------------------------------------------------------------------------------------------------------
+# --- The program ------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--examples", type=int, default=20_000)
+    parser.add_argument("--examples", type=int, default=20_000, help="that go through forward and backward")
     parser.add_argument("--seed", type=int, help="of the first example; random where not given")
     parser.add_argument("--json", type=Path, help="where to write the summary")
     options = parser.parse_args()
@@ -386,23 +245,26 @@ def main() -> int:
     print(f"{options.examples} examples on {options.device}, seeds from {first} on", flush=True)
     arena = Arena(options.device, ARENA_BYTES)
     done: Counter[str] = Counter()
-    failures = []
+    both, failures = 0, []
     start = time.perf_counter()
-    for seed in range(first, first + options.examples):
+    for seed in itertools.count(first):
         choose = random.Random(seed).choice
         case = some_case(choose, LARGE if choose(range(50)) == 0 else SMALL)
         try:
-            done[f"{case.form}: {check(case, arena)}"] += 1
+            outcome = check(case, arena)
+            done[f"{case.form}: {outcome}"] += 1
+            both += outcome == "forward and backward"
         except Exception:
             failures.append(seed)
             print(f"\nseed {seed}: {case}\n{traceback.format_exc()}", flush=True)
-            if len(failures) == 20:
-                break
+        if both + len(failures) >= options.examples or len(failures) == 20:
+            break
     summary = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
         "torch": torch.__version__,
         "first_seed": first,
         "examples": done.total() + len(failures),
+        "forward_and_backward": both,
         "failures": failures,
         "seconds": round(time.perf_counter() - start, 1),
         "done": dict(sorted(done.items())),

@@ -22,5 +22,16 @@ def operators(call: Callable[[], Any]) -> list[str]:
     """Names of the operators that reach a kernel while ``call`` runs; views and detach are left out."""
     with _Operators() as seen:
         call()
-    views = ("detach", "permute", "expand", "view", "t", "transpose", "unsqueeze", "squeeze", "select", "alias")
+    views = (
+        "detach",
+        "permute",
+        "expand",
+        "view",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "squeeze",
+        "select",
+        "alias",
+    )
     return [name for name in seen.names if name.removeprefix("aten.").split(".")[0] not in views]

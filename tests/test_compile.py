@@ -30,7 +30,9 @@ class Stack(nn.Module):
     def __init__(self, in_place: bool, dtype: torch.dtype, casting_mode: str = "fp32"):
         super().__init__()
         self.in_place = in_place
-        self.norms = nn.ModuleList(fused.AddRMSNorm(COLS, casting_mode=casting_mode, dtype=dtype) for _ in range(LAYERS))
+        self.norms = nn.ModuleList(
+            fused.AddRMSNorm(COLS, casting_mode=casting_mode, dtype=dtype) for _ in range(LAYERS)
+        )
         self.linears = nn.ModuleList(nn.Linear(COLS, COLS, bias=False, dtype=dtype) for _ in range(LAYERS))
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,9 @@ def inputs(device: str, dtype: torch.dtype, rows: int = 6) -> list[Tensor]:
 
 def calls(code: str) -> Counter[str]:
     """How often generated code calls each of our operators, and how often it copies."""
-    count = Counter({name: code.count(f"fused.{name}.default(") for name in ("add_rms_norm", "add_rms_norm_")})
+    count = Counter(
+        {name: code.count(f"fused.{name}.default(") for name in ("add_rms_norm", "add_rms_norm_")}
+    )
     count["copies"] = code.count("copy_") + code.count("clone")
     return +count
 
@@ -57,7 +61,9 @@ def calls(code: str) -> Counter[str]:
 def forward_and_backward(model: nn.Module, call, *args: Tensor) -> list[Tensor]:
     leaves = [arg.clone().requires_grad_() for arg in args]
     out, residual = call(*leaves)
-    loss = (out.float() * torch.linspace(-1, 1, COLS, device=out.device)).sum() + residual.float().square().sum()
+    loss = (
+        out.float() * torch.linspace(-1, 1, COLS, device=out.device)
+    ).sum() + residual.float().square().sum()
     return [out, residual, *torch.autograd.grad(loss, [*leaves, *model.parameters()])]
 
 
@@ -82,7 +88,9 @@ def test_no_recompilation_over_a_sweep_of_row_counts(device):
     with torch.compiler.set_stance("fail_on_recompile"):
         for rows in (2, 3, 7, 8, 16, 129, 1000):
             args = inputs(device, torch.float32, rows)
-            assert_same_bits(forward_and_backward(model, compiled, *args), forward_and_backward(model, model, *args))
+            assert_same_bits(
+                forward_and_backward(model, compiled, *args), forward_and_backward(model, model, *args)
+            )
 
 
 def test_sizes_become_dynamic_of_themselves(device):

@@ -1,7 +1,7 @@
-"""Inf, NaN, zeros, denormals and overflow, at eps from 1e-12 to 1: what the plain PyTorch formula of the casting mode gives.
+"""Inf, NaN, zeros, denormals, overflow, eps from 1e-12 to 1: the plain PyTorch formula of the casting mode.
 
-Modes differ where the sum overflows residual's dtype. "fp32" normalises the finite sum it holds, and stores inf; "llama" and "gemma"
-go on from the stored inf, as the models do, so that the row's statistics are inf and the inf itself becomes NaN.
+Modes differ where the sum overflows residual's dtype. "fp32" normalises the finite sum it holds, and stores
+inf; "llama" and "gemma" go on from the stored inf, as the models do: zeros, and NaN where the inf is.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COLS = 40  # whole vectors, and on the CPU a block and a part of one
 
 
-def eager(x: Tensor, r: Tensor, w: Tensor, eps: float, offset: float, casting_mode: str) -> tuple[Tensor, Tensor]:
-    """out before its last rounding, and residual_out: as a model written in PyTorch computes them."""
+def eager(
+    x: Tensor, r: Tensor, w: Tensor, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor, Tensor]:
+    """``out`` before its last rounding, and ``residual_out``: as a model written in PyTorch computes them."""
     compute = accumulation_dtype(x.dtype)
 
     def norm(h: Tensor) -> Tensor:
@@ -39,9 +41,9 @@ def eager(x: Tensor, r: Tensor, w: Tensor, eps: float, offset: float, casting_mo
 
 
 def rows(device: str, dtype: torch.dtype) -> tuple[dict[str, int], Tensor, Tensor, Tensor]:
-    """One row of input and of residual for each kind of value, and the weight; the last row is a plain one."""
+    """One row of input and of residual for each kind of value, and the weight."""
     info = torch.finfo(dtype)
-    # Half of what leaves the mean of squares finite: beyond it, when the sum overflows depends on the order of adding.
+    # The sum of squares stays finite: whether it overflows is a matter of the order of adding.
     large = min(info.max, torch.finfo(accumulation_dtype(dtype)).max ** 0.5 / 16)
     kinds = {
         "zeros": ([0.0], [0.0]),
@@ -66,11 +68,12 @@ def rows(device: str, dtype: torch.dtype) -> tuple[dict[str, int], Tensor, Tenso
         repeated = [list(itertools.islice(itertools.cycle(kind[side]), COLS)) for kind in kinds.values()]
         return torch.tensor(repeated, dtype=torch.float64).to(dtype).to(device)
 
-    return {name: row for row, name in enumerate(kinds)}, matrix(0), matrix(1), torch.randn(COLS).to(dtype).to(device)
+    w = torch.randn(COLS).to(dtype).to(device)
+    return {name: row for row, name in enumerate(kinds)}, matrix(0), matrix(1), w
 
 
 def slack(exact: Tensor, x: Tensor, casting_mode: str) -> Tensor:
-    """The plain formula's own roundings in fp32, or fp64; in "llama", also the normalised value's other neighbour."""
+    """The plain formula's own roundings; in "llama", also the normalised value's other neighbour."""
     error = 8 * torch.finfo(accumulation_dtype(x.dtype)).eps
     if casting_mode == "llama":
         error += torch.finfo(x.dtype).eps
@@ -88,7 +91,8 @@ def test_every_kind_of_row_equals_the_plain_formula(device, dtype, casting_mode,
     out, h = fused.add_rms_norm(x, r, w, eps, **options)
     torch.testing.assert_close(h, exact_h, rtol=0, atol=0, equal_nan=True)
     for name, row in names.items():
-        assert_rounds_to(out[row], exact[row].double(), name, error=slack(exact[row].double(), x, casting_mode))
+        error = slack(exact[row].double(), x, casting_mode)
+        assert_rounds_to(out[row], exact[row].double(), name, error=error)
         assert torch.equal(out[row].isnan(), exact[row].isnan()), name
         alone, _ = fused.add_rms_norm(x[row], r[row], w, eps, **options)
         torch.testing.assert_close(out[row], alone, rtol=0, atol=0, equal_nan=True)
@@ -102,7 +106,8 @@ def test_overflow_of_the_sum_by_mode(device):
     """The difference between the modes, in figures: "fp32" alone has a finite h to normalise."""
     x = torch.tensor([65504.0, 1.0, 1.0, 1.0], dtype=torch.float16, device=device)
     small = 4 / 131008  # h = [131008, 2, 2, 2], rstd = 2 / 131008
-    for casting_mode, row in {"fp32": [2.0, small, small, small], "llama": [NAN, 0, 0, 0], "gemma": [NAN, 0, 0, 0]}.items():
+    rows = {"fp32": [2.0, small, small, small], "llama": [NAN, 0, 0, 0], "gemma": [NAN, 0, 0, 0]}
+    for casting_mode, row in rows.items():
         out, h = fused.add_rms_norm(x, x, None, 1e-6, casting_mode=casting_mode)
         assert h.tolist() == [INF, 2.0, 2.0, 2.0]
         torch.testing.assert_close(out, torch.tensor(row, dtype=torch.float16, device=device), equal_nan=True)
@@ -123,22 +128,23 @@ def test_fp16_overflows_only_where_the_result_does(device, casting_mode):
 @pytest.mark.parametrize("eps", EPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_every_kind_of_row(device, dtype, eps):
-    """The formula on the stored h: NaN and inf where it has them. A row's values reach no other row but through grad_weight."""
+    """The formula on the stored h, NaN where it has them. A row reaches no other row's grad_input."""
     names, x, r, w = rows(device, dtype)
     _, h, rstd = torch.ops.fused.add_rms_norm_forward(x, r, w, eps, 0.0, "fp32", None)
     dy, dh = torch.randn_like(x), torch.randn_like(r)
-    dx, _, dg = torch.ops.fused.add_rms_norm_backward(dy, dh, h, rstd, w, eps, 0.0, dtype, 5)
+    op, rest = torch.ops.fused.add_rms_norm_backward, (w, eps, 0.0, dtype, 5)
+    dx, _, dg = op(dy, dh, h, rstd, *rest)
     exact = backward(dy, dh, h, rstd, w)
     for name, row in names.items():
         if exact.grad_input[row].isfinite().all():
             assert_rounds_to(dx[row], exact.grad_input[row], name, error=exact.grad_input_error[row])
         else:
             assert torch.equal(dx[row].isnan(), exact.grad_input[row].isnan()), name
-        alone = torch.ops.fused.add_rms_norm_backward(dy[row], dh[row], h[row], rstd[row], w, eps, 0.0, dtype, 5)[0]
+        alone = op(dy[row], dh[row], h[row], rstd[row], *rest)[0]
         torch.testing.assert_close(dx[row], alone, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(dg.isnan(), exact.grad_weight.isnan())
     finite = h.isfinite().all(-1) & rstd.isfinite()
-    dg = torch.ops.fused.add_rms_norm_backward(dy[finite], None, h[finite], rstd[finite], w, eps, 0.0, dtype, 4)[2]
+    dg = op(dy[finite], None, h[finite], rstd[finite], *rest)[2]
     exact = backward(dy[finite], None, h[finite], rstd[finite], w)
     assert_rounds_to(dg, exact.grad_weight, "grad_weight", error=exact.grad_weight_error)
 
@@ -155,3 +161,20 @@ def test_one_weight_reaches_one_column(device, dtype, value):
     torch.testing.assert_close(out[:, 33], exact[:, 33].to(dtype), equal_nan=True)
     others = torch.arange(COLS, device=device) != 33
     assert torch.equal(out[:, others], before[:, others])
+
+
+@pytest.mark.parametrize("cols", [4096, 65_536, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_long_rows_of_one_value_keep_their_digits(device, dtype, cols):
+    """Equal terms round the same way: added one after the other, their errors add up too."""
+    x = torch.full((2, cols), 1 / 3, dtype=dtype, device=device)
+    _, rstd = torch.ops.fused.rms_norm_forward(x, None, 1e-6, 0.0, "fp32", None)
+    assert_rounds_to(rstd, (x[:, 0].double().square() + 1e-6).rsqrt(), "rstd")
+
+
+def test_grad_weight_of_many_equal_rows_keeps_its_digits(device):
+    x, dy = (torch.full((100_000, 64), value, device=device) for value in (1 / 3, 1 / 7))
+    w = torch.ones(64, device=device, requires_grad=True)
+    fused.rms_norm(x, w, 1e-6).backward(dy)
+    n = x[0].double() * (x[0].double().square().mean() + 1e-6).rsqrt()
+    torch.testing.assert_close(w.grad.double(), dy[0].double() * n * len(x), rtol=1e-5, atol=0)

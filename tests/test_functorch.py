@@ -25,7 +25,9 @@ def plain(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 
 def arguments(device: str) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.randn(*shape, device=device, dtype=torch.float64) for shape in ((4, 3, 6), (4, 3, 6), (6,)))
+    return tuple(
+        torch.randn(*shape, device=device, dtype=torch.float64) for shape in ((4, 3, 6), (4, 3, 6), (6,))
+    )
 
 
 def loss_of(f):
@@ -43,7 +45,9 @@ TRANSFORMS = {
     "jacrev": lambda f, args: jacrev(f, (0, 1, 2))(*args),
     "jacfwd": lambda f, args: jacfwd(f, (0, 1, 2))(*args),
     "hessian": lambda f, args: hessian(loss_of(f), (0, 2))(*args),
-    "grad of grad": lambda f, args: grad(lambda w: grad(loss_of(f))(args[0], args[1], w).square().sum())(args[2]),
+    "grad of grad": lambda f, args: grad(lambda w: grad(loss_of(f))(args[0], args[1], w).square().sum())(
+        args[2]
+    ),
     "vmap of grad": lambda f, args: vmap(grad(loss_of(f), (0, 1, 2)), (0, 0, None))(*args),
     "grad of vmap": lambda f, args: grad(lambda *a: loss_of(vmap(f, (0, 0, None)))(*a), (0, 1, 2))(*args),
     "vmap of jvp": lambda f, args: vmap(lambda *a: jvp(f, a, a), (0, 0, None))(*args),
@@ -83,7 +87,9 @@ def test_vmap_rounds_as_the_kernel(device, dtypes, casting_mode, weight_dim):
     w = torch.randn(5, 64, device=device).to(dtypes[0])
     options = {"casting_mode": casting_mode, "offset": OFFSET, "out_dtype": dtypes[2]}
     dims = (0, 0, weight_dim)
-    out, residual_out = vmap(lambda *a: fused.add_rms_norm(*a, **options), dims)(x, r, w if weight_dim == 0 else w[0])
+    out, residual_out = vmap(lambda *a: fused.add_rms_norm(*a, **options), dims)(
+        x, r, w if weight_dim == 0 else w[0]
+    )
     loop = [fused.add_rms_norm(x[i], r[i], w[i if weight_dim == 0 else 0], **options) for i in range(5)]
     expected = torch.stack([out for out, _ in loop])
     assert torch.equal(residual_out, torch.stack([h for _, h in loop])) and out.dtype == dtypes[2]
@@ -156,7 +162,7 @@ def test_forward_mode(device):
 
 
 def test_second_derivatives_in_every_order(device):
-    leaves = [t[..., :2, :].requires_grad_() if t.dim() > 1 else t.requires_grad_() for t in arguments(device)]
+    leaves = [t.requires_grad_() for t in arguments(device)]
     gradgradcheck(call, leaves, check_fwd_over_rev=True, check_rev_over_rev=True)
     gradgradcheck(lambda x, w: fused.rms_norm(x, w, EPS), (leaves[0], leaves[2]), check_fwd_over_rev=True)
 

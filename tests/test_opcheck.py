@@ -35,7 +35,9 @@ def check(op, *args, **kwargs):
 
 def check_functional(args: list[Tensor | None], out_dtype: torch.dtype | None = None) -> None:
     input, residual, weight = args
-    check(ops.add_rms_norm, input, residual, weight, 1e-5, offset=1.0, casting_mode="llama", out_dtype=out_dtype)
+    check(
+        ops.add_rms_norm, input, residual, weight, 1e-5, offset=1.0, casting_mode="llama", out_dtype=out_dtype
+    )
     check(ops.rms_norm, input, weight)
 
 
@@ -44,7 +46,9 @@ def needing_grad(args: list[Tensor], needs: tuple[bool, ...]) -> list[Tensor]:
     return [arg.detach().requires_grad_(need) for arg, need in zip(args, needs, strict=True)]
 
 
-@pytest.mark.parametrize("needs", [(False,) * 3, (True,) * 3, (True, False, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize(
+    "needs", [(False,) * 3, (True,) * 3, (True, False, False), (False, False, True)], ids=str
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_functional_ops(device, layout, needs):
     check_functional(needing_grad(tensors(device, layout=layout), needs))
@@ -68,7 +72,14 @@ def test_functional_ops_without_a_weight(device):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_ops_that_write_in_place(device, dtypes, layout):
     x, r, w = tensors(device, dtypes, layout)
-    check(ops.add_rms_norm_out, x, r, w, out=torch.empty_like(x, dtype=dtypes[2]), residual_out=torch.empty_like(r))
+    check(
+        ops.add_rms_norm_out,
+        x,
+        r,
+        w,
+        out=torch.empty_like(x, dtype=dtypes[2]),
+        residual_out=torch.empty_like(r),
+    )
     check(ops.add_rms_norm_out, x, r, w, out=torch.empty_like(x, dtype=dtypes[2]), residual_out=r)
     check(ops.add_rms_norm_, x, r, w)
 

@@ -88,7 +88,7 @@ struct Cuda {
                                          {&p.residual, p.residual_dtype},
                                          {&p.out, p.out_dtype},
                                          {&p.residual_out, p.residual_dtype}}});
-    const auto config = cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows, gpu);
+    const auto config = cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows, aligned, gpu);
     C10_CUDA_CHECK(cuda::launch_forward(p, config, aligned, gpu, device, c10::cuda::getCurrentCUDAStream(device)));
   }
 
@@ -104,10 +104,10 @@ struct Cuda {
                                          {&p.residual_out, p.residual_dtype},
                                          {&p.grad_input, p.input_dtype},
                                          {&p.grad_residual, p.residual_dtype}}});
-    const bool ring = gpu.hopper && aligned && p.input_dtype != DType::kDouble;
+    const bool ring = gpu.hopper && p.input_dtype != DType::kDouble;
     const auto vector_bytes = [&](DType dtype) { return static_cast<int>(vector_elements) * itemsize(dtype); };
-    const auto config = cuda::backward_config(cuda::div_up(p.shape.cols, vector_elements), vector_bytes(p.out_dtype),
-                                              vector_bytes(p.residual_dtype), ring, gpu);
+    const auto config = cuda::backward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
+                                              vector_bytes(p.out_dtype), vector_bytes(p.residual_dtype), aligned, ring, gpu);
 
     at::Tensor partials;
     const int64_t partial_rows = cuda::partial_rows(config, p.shape.rows, gpu);
@@ -117,7 +117,7 @@ struct Cuda {
     }
     void* partial_data = p.grad_weight ? partials.data_ptr() : nullptr;
     C10_CUDA_CHECK(config.kernel == cuda::BackwardKernel::kRing
-                       ? cuda::launch_backward_ring(p, config, partial_data, gpu, device, stream)
+                       ? cuda::launch_backward_ring(p, config, partial_data, aligned, gpu, device, stream)
                        : cuda::launch_backward(p, config, partial_data, aligned, gpu, device, stream));
     if (p.grad_weight) C10_CUDA_CHECK(cuda::launch_finish_grad_weight(p, partial_data, partial_rows, gpu, device, stream));
   }

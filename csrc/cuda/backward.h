@@ -13,7 +13,7 @@ namespace fused::cuda {
 cudaError_t launch_backward(const BackwardParams& params, const BackwardConfig& config, void* grad_weight_partials, bool aligned,
                             const Gpu& gpu, int device, cudaStream_t stream);
 cudaError_t launch_backward_ring(const BackwardParams& params, const BackwardConfig& config, void* grad_weight_partials,
-                                 const Gpu& gpu, int device, cudaStream_t stream);
+                                 bool aligned, const Gpu& gpu, int device, cudaStream_t stream);
 
 // How many clusters of blocks that fill an SM's shared memory are resident at a time: fewer than the SMs would hold, since a cluster
 // stays within a group of SMs.

@@ -1,7 +1,8 @@
-// Backward for Hopper and rows that start on 16 bytes. One block an SM stays for the whole launch; its teams of threads work
+// Backward for Hopper. One block an SM stays for the whole launch; its teams of threads work
 // on rows of their own. A team has a ring of stages in shared memory; a stage holds grad_out, residual_out and grad_residual_out of a
-// row (of this block's columns, where a cluster shares the row; of several rows, where they are short) and is filled by bulk
-// copies, so that rows are on their way while one is worked on.
+// row (of this block's columns, where a cluster shares the row) and is filled by bulk
+// copies, so that rows are on their way while one is worked on. A row that does not start on 16 bytes is copied with the 16-byte
+// blocks around it, and lies in shared memory as far from 16 bytes as in global memory.
 //
 // A row is finished one iteration after its sum was formed: neither the team's nor the cluster's exchange is waited for. A stage is
 // given back a barrier later than it was last read, so three stages are the least that make progress.
@@ -18,20 +19,10 @@ namespace {
 
 constexpr int kWantsGradInput = 1, kWantsGradWeight = 2;
 
-template <class T, int N>
-__device__ __forceinline__ Words<T, N> load_shared(const T* from) {
-  return load<true, T, N>(from, N);
-}
-
-template <class T, int N>
-__device__ __forceinline__ void store_vector(T* to, bool owned, const Words<T, N>& words) {
-  store_run<true, T, N, 1>(to, owned ? N : 0, {words}, 0, kWarp);
-}
-
 // Wants: kWantsGradInput (grad_input and, under an fp32 residual, grad_residual), kWantsGradWeight. What the shape decides is
 // settled before the loop over rows: within it, a vector beyond the row's end is computed like the others, on whatever shared memory
 // holds, and left out of the sum and of the stores, so that the vectors' loads and arithmetic interleave.
-template <class T, class R, class O, class W, int V, int MaxThreads, int Wants>
+template <class T, class R, class O, class W, int V, int MaxThreads, int Wants, bool Aligned>
 __global__ void __launch_bounds__(MaxThreads)
     backward_in_a_ring(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardConfig config,
                        const __grid_constant__ SumLayout sum_layout, const __grid_constant__ RingLayout layout, float* partials) {
@@ -39,23 +30,22 @@ __global__ void __launch_bounds__(MaxThreads)
   constexpr bool kWantsInput = Wants & kWantsGradInput, kWantsWeight = Wants & kWantsGradWeight;
   extern __shared__ __align__(128) unsigned char shared[];
 
-  // threadIdx.x counts within a team; a team has one row, or 32 / threads short ones.
-  const int threads = config.threads, lanes = min(threads, kWarp), team_rows = kWarp / lanes, stages = config.stages;
-  const int team = threadIdx.y, lane = threadIdx.x % kWarp, lane_of_row = lane % lanes, row_of_team = lane / lanes;
-  const int cluster = config.cluster, warps = max(threads / kWarp, 1);  // of a row and block
+  // threadIdx.x counts within a team, which has a row to itself.
+  const int team = threadIdx.y, lane = threadIdx.x % kWarp, stages = config.stages;
+  const int threads = config.threads, cluster = config.cluster, warps = threads / kWarp;  // of a row and block
   const int warp = (cluster > 1 ? cluster_rank() * warps : 0) + threadIdx.x / kWarp;  // of the row
   const int slice = V * threads * N, slice_col = warp / warps * slice, cols = static_cast<int>(p.shape.cols);
   const int slice_cols = max(0, min(slice, cols - slice_col));  // this block's columns
-  const int col_of_slice = (threadIdx.x / kWarp * V * kWarp + lane_of_row) * N;
+  const int col_of_slice = (threadIdx.x / kWarp * V * kWarp + lane) * N;
   const bool has_dh = kWantsInput && p.grad_residual_out.data != nullptr, has_weight = p.weight.data != nullptr;
   const float inverse_cols = 1.0f / static_cast<float>(cols), offset = static_cast<float>(p.offset);
-  bool owns[V];
-#pragma unroll
-  for (int v = 0; v < V; ++v) owns[v] = col_of_slice + v * kStride < slice_cols;
+  const auto remaining = [&](int v) { return slice_cols - col_of_slice - v * kStride; };
+  // Aligned, a vector is inside or outside as a whole, and those outside are read too.
+  const auto readable = [&](int v) { return Aligned ? N : remaining(v); };
 
   auto* filled = reinterpret_cast<TransactionBarrier*>(shared) + team * (kMaxStages + kSumSlots);
   TransactionBarrier* exchanged = filled + kMaxStages;
-  float* sums = reinterpret_cast<float*>(shared + layout.sums) + (team * team_rows + row_of_team) * kSumSlots * sum_layout.warps;
+  float* sums = reinterpret_cast<float*>(shared + layout.sums) + team * kSumSlots * sum_layout.warps;
   unsigned char* ring = shared + layout.ring + team * stages * layout.stage_bytes;
   if (threadIdx.x < kMaxStages + kSumSlots) {
     filled[threadIdx.x].init();
@@ -77,63 +67,69 @@ __global__ void __launch_bounds__(MaxThreads)
   wait_for_predecessor();
 
   // Teams of different SMs before those of one, so that no SM has two rows more than another.
-  const int64_t clusters = gridDim.x / cluster, step = clusters * config.teams * team_rows;
-  const int64_t first_row = (blockIdx.x / cluster + team * clusters) * team_rows;
+  const int64_t clusters = gridDim.x / cluster, step = clusters * config.teams;
+  const int64_t first_row = blockIdx.x / cluster + team * clusters;
   const int iterations = first_row < p.shape.rows ? static_cast<int>((p.shape.rows - first_row + step - 1) / step) : 0;
 
-  // By all lanes of the team's first warp: four lanes to a row, one to a tensor.
+  // By all lanes of the team's first warp, of which three copy a tensor each.
   const auto fill = [&](int64_t row, int stage) {
-    const int tensors = has_dh ? 3 : 2, tensor = lane % 4;
-    const int rows = static_cast<int>(min(static_cast<int64_t>(team_rows), p.shape.rows - row));
-    if (lane == 0) filled[stage].arrive_expecting(rows * slice_cols * (sizeof(O) + (tensors - 1) * sizeof(R)));
-    __syncwarp();
-    const bool is_dy = tensor == 0;
-    const Rows& from = is_dy ? p.grad_out : tensor == 1 ? p.residual_out : p.grad_residual_out;
-    const int item = is_dy ? sizeof(O) : sizeof(R), place = is_dy ? 0 : tensor == 1 ? layout.h : layout.dh;
-#pragma unroll 1
-    for (int r = lane / 4; r < rows; r += kWarp / 4) {
-      const RowIndex index(p.shape, row + r);
+    const bool is_dy = lane == 0;
+    const Rows& from = is_dy ? p.grad_out : lane == 1 ? p.residual_out : p.grad_residual_out;
+    const int item = is_dy ? sizeof(O) : sizeof(R), place = is_dy ? 0 : lane == 1 ? layout.h : layout.dh;
+    if (lane < (has_dh ? 3 : 2) && slice_cols > 0) {
+      const RowIndex index(p.shape, row);
       const auto* source = static_cast<const char*>(from.data) +
                            (index.outer * from.outer_stride + index.inner * from.inner_stride + slice_col) * item;
-      if (tensor < tensors && slice_cols > 0) {
-        bulk_copy(ring + stage * layout.stage_bytes + place + r * slice * item, source, slice_cols * item, filled[stage]);
-      }
+      const int shift = Aligned ? 0 : misalignment(source);
+      const int bytes = (shift + slice_cols * item + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+      filled[stage].expect(bytes);
+      bulk_copy(ring + stage * layout.stage_bytes + place, source - shift, bytes, filled[stage]);
     }
+    __syncwarp();
+    if (lane == 0) filled[stage].arrive_expecting(0);
   };
 
   float scale[V][N], grad_weight[V][N] = {};
-  const int stage_col = row_of_team * slice + col_of_slice;
+  // Where this thread's first element of a row lies in a stage.
+  const auto dy_in = [&](const unsigned char* at, const RowIndex& row) {
+    const int shift = Aligned ? 0 : misalignment(row_of<const O>(p.grad_out, row) + slice_col);
+    return reinterpret_cast<const O*>(at + shift) + col_of_slice;
+  };
+  const auto h_in = [&](const unsigned char* at, const Rows& tensor, const RowIndex& row) {
+    const int shift = Aligned || tensor.data == nullptr ? 0 : misalignment(row_of<const R>(tensor, row) + slice_col);
+    return reinterpret_cast<const R*>(at + shift) + col_of_slice;
+  };
   int stage = 0, phase = 0;  // of this iteration
   float rstd = 0;
   const unsigned char* previous = nullptr;
   for (int i = -stages; i <= iterations; ++i) {
     const unsigned char* at = ring + stage * layout.stage_bytes;
-    const int64_t row = first_row + i * step + row_of_team;
+    const int64_t row = first_row + i * step;
     float next_rstd = 0;
-    if (i >= 0 && i < iterations) {  // the sum of this iteration's rows
-      const bool active = row < p.shape.rows;
-      if (active) next_rstd = static_cast<const float*>(p.rstd)[row];
+    if (i >= 0 && i < iterations) {  // the sum of this iteration's row
+      next_rstd = static_cast<const float*>(p.rstd)[row];
       filled[stage].wait(phase);
       if constexpr (kWantsInput) {
-        const O* dy_at = reinterpret_cast<const O*>(at) + stage_col;
-        const R* h_at = reinterpret_cast<const R*>(at + layout.h) + stage_col;
+        const RowIndex index(p.shape, row);
+        const O* dy_at = dy_in(at, index);
+        const R* h_at = h_in(at + layout.h, p.residual_out, index);
         float products[V];
 #pragma unroll
         for (int v = 0; v < V; ++v) {
           float dy[N], h[N];
-          unpack(load_shared<O, N>(dy_at + v * kStride), dy);
-          unpack(load_shared<R, N>(h_at + v * kStride), h);
+          unpack(load<Aligned, O, N>(dy_at + v * kStride, readable(v)), dy);
+          unpack(load<Aligned, R, N>(h_at + v * kStride, readable(v)), h);
           const float product = weighted_product(dy, h, scale[v]);
-          products[v] = owns[v] && active ? product : 0.0f;
+          products[v] = remaining(v) > 0 ? product : 0.0f;
         }
-        const float sum = warp_sum(products, lane, lanes);
+        const float sum = warp_sum(products, lane, kWarp);
         const int slot = i % kSumSlots;
         if (cluster > 1) {
           if (threadIdx.x == 0) exchanged[slot].arrive_expecting(sum_layout.warps * sizeof(float));
           if (warp < sum_layout.warps && lane < cluster) {
             store_in_peer(sums + slot * sum_layout.warps + warp, sum, exchanged[slot], lane);
           }
-        } else if (lane_of_row == 0 && warp < sum_layout.warps) {
+        } else if (lane == 0 && warp < sum_layout.warps) {
           sums[slot * sum_layout.warps + warp] = sum;
         }
       }
@@ -146,37 +142,41 @@ __global__ void __launch_bounds__(MaxThreads)
         if (cluster > 1) exchanged[slot].wait((i - 1) / kSumSlots);
         projection = mean_projection(add_warp_sums<V>(sums + slot * sum_layout.warps, sum_layout, lane), rstd, inverse_cols);
       }
-      if (row - step < p.shape.rows) {
-        const RowIndex index(p.shape, row - step);
-        T* grad_input = row_of<T>(p.grad_input, index) + slice_col + col_of_slice;
-        R* grad_residual = row_of<R>(p.grad_residual, index) + slice_col + col_of_slice;
-        const O* dy_at = reinterpret_cast<const O*>(previous) + stage_col;
-        const R* h_at = reinterpret_cast<const R*>(previous + layout.h) + stage_col;
-        const R* dh_at = reinterpret_cast<const R*>(previous + layout.dh) + stage_col;
+      const RowIndex index(p.shape, row - step);
+      T* grad_input = row_of<T>(p.grad_input, index) + slice_col + col_of_slice;
+      R* grad_residual = row_of<R>(p.grad_residual, index) + slice_col + col_of_slice;
+      const O* dy_at = dy_in(previous, index);
+      const R* h_at = h_in(previous + layout.h, p.residual_out, index);
+      const R* dh_at = h_in(previous + layout.dh, p.grad_residual_out, index);
+      Words<T, N> input_run[V];
+      Words<R, N> residual_run[V];
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-          float dy[N], h[N];
-          unpack(load_shared<O, N>(dy_at + v * kStride), dy);
-          unpack(load_shared<R, N>(h_at + v * kStride), h);
-          if constexpr (kWantsWeight) add_weight_gradient(grad_weight[v], dy, h, rstd);
-          if constexpr (kWantsInput) {
-            float dx[N];
-            unpack(load_shared<R, N>(dh_at + v * kStride), dx);
-            input_gradient(dx, dy, h, scale[v], rstd, projection);
-            if (std::is_same_v<T, R> || p.grad_input.data != nullptr) {
-              store_vector(grad_input + v * kStride, owns[v], pack<T, N>(dx));
-            }
-            if (!std::is_same_v<T, R> && p.grad_residual.data != nullptr) {
-              store_vector(grad_residual + v * kStride, owns[v], pack<R, N>(dx));
-            }
-          }
+      for (int v = 0; v < V; ++v) {
+        float dy[N], h[N];
+        unpack(load<Aligned, O, N>(dy_at + v * kStride, readable(v)), dy);
+        unpack(load<Aligned, R, N>(h_at + v * kStride, readable(v)), h);
+        if constexpr (kWantsWeight) add_weight_gradient(grad_weight[v], dy, h, rstd);
+        if constexpr (kWantsInput) {
+          float dx[N];
+          unpack(load<Aligned, R, N>(dh_at + v * kStride, readable(v)), dx);
+          input_gradient(dx, dy, h, scale[v], rstd, projection);
+          input_run[v] = pack<T, N>(dx);
+          residual_run[v] = pack<R, N>(dx);
+        }
+      }
+      if constexpr (kWantsInput) {
+        if (std::is_same_v<T, R> || p.grad_input.data != nullptr) {
+          store_run<Aligned>(grad_input, remaining(0), input_run, lane, kWarp);
+        }
+        if (!std::is_same_v<T, R> && p.grad_residual.data != nullptr) {
+          store_run<Aligned>(grad_residual, remaining(0), residual_run, lane, kWarp);
         }
       }
     }
     rstd = next_rstd;
 
     // This iteration's sums are written, and the stage before has been read: it is filled again.
-    if (i >= 0) team_barrier(team, blockDim.x);
+    if (i >= 0) team_barrier(team, threads);
     const int ahead = i < 0 ? i + stages : i == 0 ? iterations : i - 1 + stages;
     if (threadIdx.x < kWarp && ahead < iterations) {
       fill(first_row + ahead * step, i < 0 ? ahead : stage == 0 ? stages - 1 : stage - 1);
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(MaxThreads)
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const W* weight = static_cast<const W*>(p.weight.data) + slice_col + col_of_slice + v * kStride;
-        unpack_scale(load<true, W, N>(weight, has_weight && owns[v] ? N : 0), has_weight, offset, scale[v]);
+        unpack_scale(load<Aligned, W, N>(weight, has_weight ? remaining(v) : 0), has_weight, offset, scale[v]);
         keep_in_registers(scale[v]);
       }
     }
@@ -198,18 +198,17 @@ __global__ void __launch_bounds__(MaxThreads)
   }
 
   if constexpr (kWantsWeight) {
-    partials += ((blockIdx.x / cluster * config.teams + team) * team_rows + row_of_team) * static_cast<int64_t>(cols) + slice_col +
-                col_of_slice;
+    partials += (blockIdx.x / cluster * config.teams + team) * static_cast<int64_t>(cols) + slice_col + col_of_slice;
+    Words<float, N> run[V];
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      store_vector(partials + v * kStride, owns[v], pack<float, N>(grad_weight[v]));
-    }
+    for (int v = 0; v < V; ++v) run[v] = pack<float, N>(grad_weight[v]);
+    store_run<Aligned>(partials, remaining(0), run, lane, kWarp);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_backward_ring(const BackwardParams& p, const BackwardConfig& config, void* grad_weight_partials,
+cudaError_t launch_backward_ring(const BackwardParams& p, const BackwardConfig& config, void* grad_weight_partials, bool aligned,
                                  const Gpu& gpu, int device, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
   dispatch_dtypes<Half, BFloat16>(p.input_dtype, p.residual_dtype, p.out_dtype, p.weight.dtype, [&](auto t, auto r, auto o, auto w) {
@@ -220,38 +219,41 @@ cudaError_t launch_backward_ring(const BackwardParams& p, const BackwardConfig& 
     if constexpr (!std::is_same_v<T, double>) {
       constexpr int N = kVectorElements<T>;
       const int64_t vectors = div_up(p.shape.cols, N);
-      const RingLayout layout = ring_layout(config, vectors, N * sizeof(O), N * sizeof(R));
+      const RingLayout layout = ring_layout(config, vectors, N * sizeof(O), N * sizeof(R), aligned);
       Launch how;
-      how.threads = dim3(std::max(config.threads, kWarp), config.teams);
+      how.threads = dim3(config.threads, config.teams);
       how.blocks = backward_blocks(config, p.shape.rows, gpu);
       how.cluster = config.cluster;
       how.shared_bytes = layout.bytes;
       how.dependent = gpu.dependent;
       how.device = device;
       how.stream = stream;
-      const auto launch_as = [&](auto v, auto max_threads, auto wants) {
-        constexpr auto kernel =
-            backward_in_a_ring<T, R, O, W, decltype(v)::value, decltype(max_threads)::value, decltype(wants)::value>;
-        error = launch<kernel>(
-            how, p, config, sum_layout(vectors, config.vectors_per_thread), layout, static_cast<float*>(grad_weight_partials));
+      const auto launch_as = [&](auto max_threads, auto wants, auto is_aligned) {
+        constexpr auto kernel = backward_in_a_ring<T, R, O, W, kRingVectors, decltype(max_threads)::value, decltype(wants)::value,
+                                                   decltype(is_aligned)::value>;
+        error = launch<kernel>(how, p, config, sum_layout(vectors, kRingVectors), layout, static_cast<float*>(grad_weight_partials));
       };
-      const auto dispatch_wants = [&](auto v, auto max_threads) {
+      const auto dispatch_wants = [&](auto max_threads, auto is_aligned) {
         const bool wants_input = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
-        if (grad_weight_partials == nullptr) return launch_as(v, max_threads, Constant<kWantsGradInput>());
-        wants_input ? launch_as(v, max_threads, Constant<kWantsGradInput | kWantsGradWeight>())
-                    : launch_as(v, max_threads, Constant<kWantsGradWeight>());
+        if (grad_weight_partials == nullptr) return launch_as(max_threads, Constant<kWantsGradInput>(), is_aligned);
+        wants_input ? launch_as(max_threads, Constant<kWantsGradInput | kWantsGradWeight>(), is_aligned)
+                    : launch_as(max_threads, Constant<kWantsGradWeight>(), is_aligned);
       };
-      // Up to 256 threads a thread may have the 220 registers that 4 vectors want; beyond, it has 168 and spills a few.
-      static_assert(kRingThreads == 384);
-      how.threads.x * how.threads.y <= 256 ? dispatch_wants(Constant<kRingVectors>(), Constant<256>())
-                                           : dispatch_wants(Constant<kRingVectors>(), Constant<kRingThreads>());
+      // Up to 256 threads a thread may have the 220 registers that its vectors want; beyond, it has 168 and spills a few.
+      if (!aligned) {
+        dispatch_wants(Constant<kRingThreads>(), std::false_type());
+      } else if (how.threads.x * how.threads.y <= 256) {
+        dispatch_wants(Constant<256>(), std::true_type());
+      } else {
+        dispatch_wants(Constant<kRingThreads>(), std::true_type());
+      }
     }
   });
   return error;
 }
 
 cudaError_t resident_clusters(int cluster, int shared_bytes, int* count) {
-  constexpr auto kernel = backward_in_a_ring<float, float, float, float, kRingVectors, kRingThreads, kWantsGradInput>;
+  constexpr auto kernel = backward_in_a_ring<float, float, float, float, kRingVectors, kRingThreads, kWantsGradInput, true>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   cudaLaunchAttribute attribute;

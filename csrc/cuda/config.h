@@ -64,8 +64,8 @@ inline ForwardConfig forward_in_registers(int64_t vectors, int vectors_per_threa
   return {threads_of_row(div_up(vectors, cluster), vectors_per_thread), vectors_per_thread, 1, cluster};
 }
 
-// `vectors`: in a row, 16 bytes of the narrowest tensor each.
-inline ForwardConfig forward_config(int64_t vectors, int64_t rows, const Gpu& gpu) {
+// `vectors`: in a row, 16 bytes of the narrowest tensor each; `aligned`: as in launch_forward.
+inline ForwardConfig forward_config(int64_t vectors, int64_t rows, bool aligned, const Gpu& gpu) {
   if (vectors <= kWarpThreads) {  // several rows a warp
     ForwardConfig config = forward_in_registers(vectors, 1);
     config.rows_per_block = 256 / config.threads;
@@ -82,7 +82,7 @@ inline ForwardConfig forward_config(int64_t vectors, int64_t rows, const Gpu& gp
     config.rows_per_block = 2;
     return config;
   }
-  if (vectors <= 512) return forward_in_registers(vectors, 4);
+  if (vectors <= (aligned ? 512 : 1024)) return forward_in_registers(vectors, 4);  // unaligned, a run of 4 has fewer ends
   if (vectors <= 1024) return forward_in_registers(vectors, 2);
   if (vectors <= 4096) return forward_in_registers(vectors, 4);
   if (gpu.hopper && vectors <= 8 * 512 * kPortableCluster) return forward_in_registers(vectors, 8, vectors <= 8192 ? 4 : 8);
@@ -92,7 +92,7 @@ inline ForwardConfig forward_config(int64_t vectors, int64_t rows, const Gpu& gp
 // Backward: blocks that stay for the whole launch.
 enum class BackwardKernel {
   kRegisters,  // threads * vectors_per_thread vectors cover a row
-  kRing,       // threads * vectors_per_thread * cluster do; Hopper, aligned rows, no fp64
+  kRing,       // threads * vectors_per_thread * cluster do; Hopper, no fp64
   kLoop,       // a block reads each row twice
 };
 
@@ -102,7 +102,7 @@ struct BackwardConfig {
   int vectors_per_thread = 0;  // 1, 2 or 4
   int rows_per_block = 1;      // kRegisters
   int blocks_per_sm = 1;       // kRegisters
-  int teams = 1;               // kRing: groups of max(threads, 32) threads with rows and stages of their own
+  int teams = 1;               // kRing: groups of threads with rows and stages of their own
   int stages = 0;              // kRing: a team's
   int cluster = 1;             // kRing: blocks a row
 };
@@ -119,18 +119,20 @@ struct RingLayout {
   int h, dh;  // in a stage, behind dy
 };
 
-// vector_bytes and residual_vector_bytes: a vector of grad_out and of residual_out.
-inline RingLayout ring_layout(const BackwardConfig& config, int64_t vectors, int vector_bytes, int residual_vector_bytes) {
+// vector_bytes and residual_vector_bytes: a vector of grad_out and of residual_out. Unaligned, a row takes the 16-byte blocks around it.
+inline RingLayout ring_layout(const BackwardConfig& config, int64_t vectors, int vector_bytes, int residual_vector_bytes,
+                              bool aligned) {
   constexpr int kLine = 128;
-  const int team_rows = std::max(1, kWarpThreads / config.threads);
   const int warps = sum_layout(vectors, config.vectors_per_thread).warps;
-  const int slice_vectors = team_rows * config.threads * config.vectors_per_thread;
+  const auto row_bytes = [&](int of_a_vector) {
+    return round_up(config.threads * config.vectors_per_thread * of_a_vector + (aligned ? 0 : 32), kLine);
+  };
   RingLayout layout;
   layout.sums = 8 * config.teams * (kMaxStages + kSumSlots);
-  layout.ring = round_up(layout.sums + 4 * config.teams * team_rows * kSumSlots * warps, kLine);
-  layout.h = round_up(slice_vectors * vector_bytes, kLine);
-  layout.dh = layout.h + round_up(slice_vectors * residual_vector_bytes, kLine);
-  layout.stage_bytes = layout.dh + round_up(slice_vectors * residual_vector_bytes, kLine);
+  layout.ring = round_up(layout.sums + 4 * config.teams * kSumSlots * warps, kLine);
+  layout.h = row_bytes(vector_bytes);
+  layout.dh = layout.h + row_bytes(residual_vector_bytes);
+  layout.stage_bytes = layout.dh + row_bytes(residual_vector_bytes);
   layout.bytes = layout.ring + config.teams * config.stages * layout.stage_bytes;
   return layout;
 }
@@ -140,8 +142,7 @@ inline int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); 
 // Blocks of the launch: what is resident, and no more than there are rows.
 inline int64_t backward_blocks(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
   if (config.kernel == BackwardKernel::kRing) {
-    const int64_t block_rows = std::max(1, kWarpThreads / config.threads);  // a team's; few rows go to as many blocks
-    return std::min<int64_t>(div_up(rows, block_rows), gpu.clusters[log2_of(config.cluster)]) * config.cluster;
+    return std::min<int64_t>(rows, gpu.clusters[log2_of(config.cluster)]) * config.cluster;
   }
   return std::min<int64_t>(div_up(rows, config.rows_per_block), int64_t{gpu.sms} * config.blocks_per_sm);
 }
@@ -149,33 +150,34 @@ inline int64_t backward_blocks(const BackwardConfig& config, int64_t rows, const
 // Rows of grad_weight's partial sums that the launch writes: one for each row that is worked on at a time.
 inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
   const int64_t blocks = backward_blocks(config, rows, gpu) / config.cluster;
-  if (config.kernel != BackwardKernel::kRing) return blocks * config.rows_per_block;
-  return blocks * config.teams * std::max(1, kWarpThreads / config.threads);
+  return blocks * (config.kernel == BackwardKernel::kRing ? config.teams : config.rows_per_block);
 }
 
 // Two rows of 128 threads, three stages each, are enough bytes on their way; more of them would only have to be worked off when
 // there is nothing left to load. Nothing where a cluster's slice of a row does not fit.
-inline BackwardConfig backward_ring_config(int64_t vectors, int vector_bytes, int residual_vector_bytes, const Gpu& gpu) {
+inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int vector_bytes, int residual_vector_bytes,
+                                           bool aligned, const Gpu& gpu) {
   BackwardConfig config;
   if (vectors <= 2 * kWarpThreads) return config;  // so short that registers hold enough rows
   for (config.cluster = 1; config.cluster <= kMaxCluster; config.cluster *= 2) {
-    const int64_t slice = div_up(vectors, config.cluster);
-    if (slice > 1024 || gpu.clusters[log2_of(config.cluster)] == 0) continue;
+    const int64_t slice = div_up(vectors, config.cluster), clusters = gpu.clusters[log2_of(config.cluster)];
+    if (slice > 1024 || clusters == 0) continue;
     config.kernel = BackwardKernel::kRing;
     config.vectors_per_thread = kRingVectors;
     config.threads = threads_of_row(slice, config.vectors_per_thread);
-    const int team_threads = std::max(config.threads, kWarpThreads);
-    config.teams = std::max(1, (team_threads > 128 ? 320 : 256) / team_threads);
+    config.teams = std::max(1, (config.threads > 128 ? 320 : 256) / config.threads);
+    config.teams = static_cast<int>(std::min<int64_t>(config.teams, div_up(rows, clusters)));  // none without a row
     config.stages = kMinStages;
-    if (ring_layout(config, vectors, vector_bytes, residual_vector_bytes).bytes <= gpu.shared_bytes) return config;
+    if (ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= gpu.shared_bytes) return config;
   }
   return {};
 }
 
 // vector_bytes and residual_vector_bytes as in ring_layout.
-inline BackwardConfig backward_config(int64_t vectors, int vector_bytes, int residual_vector_bytes, bool ring, const Gpu& gpu) {
+inline BackwardConfig backward_config(int64_t vectors, int64_t rows, int vector_bytes, int residual_vector_bytes, bool aligned,
+                                      bool ring, const Gpu& gpu) {
   if (ring) {
-    const BackwardConfig config = backward_ring_config(vectors, vector_bytes, residual_vector_bytes, gpu);
+    const BackwardConfig config = backward_ring_config(vectors, rows, vector_bytes, residual_vector_bytes, aligned, gpu);
     if (config.kernel == BackwardKernel::kRing) return config;
   }
   BackwardConfig config;

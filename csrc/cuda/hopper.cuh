@@ -83,6 +83,13 @@ struct TransactionBarrier {
 #endif
   }
 
+  // Raises what the phase expects, by a thread that does not arrive.
+  __device__ __forceinline__ void expect(uint32_t bytes) {
+#if FUSED_HOPPER
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes) : "memory");
+#endif
+  }
+
   __device__ __forceinline__ void wait(uint32_t phase) {
 #if FUSED_HOPPER
     uint32_t done = 0;

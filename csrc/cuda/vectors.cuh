@@ -181,6 +181,17 @@ __device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N
     const Words<T, N>& own = run[v];
     T* at = to + v * kStride;
     const int left = remaining - v * kStride;
+    // The 16-byte blocks from the one that holds our first element on: they begin with the end of the vector before, which the
+    // lane before has (the last lane's, of the run's vector before). Rows that share a warp may be aligned differently.
+    Words<T, N + kPerBlock> blocks;
+    if constexpr (!Aligned) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int end = 4 * (kBlocks - 1) + i;
+        const uint32_t give = v > 0 && lane == lanes - 1 ? run[v > 0 ? v - 1 : 0].word[end] : own.word[end];
+        blocks.word[i] = __shfl_sync(kAllLanes, give, (threadIdx.y * blockDim.x + threadIdx.x + kWarp - 1) % kWarp);
+      }
+    }
     if (shift == 0 && left >= N) {
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) store_block(reinterpret_cast<char*>(at) + i * kBlockBytes, own.word + 4 * i);
@@ -189,15 +200,6 @@ __device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N
       if (shift == 0) {
         if (left < N) store_elements(at, 0, left, own);
         continue;
-      }
-      // The 16-byte blocks from the one that holds our first element on: they begin with the end of the vector before, which
-      // the lane before has (the last lane's, of the run's vector before).
-      Words<T, N + kPerBlock> blocks;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int end = 4 * (kBlocks - 1) + i;
-        const uint32_t give = v > 0 && lane == lanes - 1 ? run[v > 0 ? v - 1 : 0].word[end] : own.word[end];
-        blocks.word[i] = __shfl_sync(kAllLanes, give, (threadIdx.y * blockDim.x + threadIdx.x + kWarp - 1) % kWarp);
       }
 #pragma unroll
       for (int i = 0; i < Words<T, N>::kCount; ++i) blocks.word[4 + i] = own.word[i];

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,3 +47,31 @@ def register_vmap(op: OpOverload, decomposition: Callable[..., Any]) -> None:
 
 for _op, _decomposition in decompose_table().items():
     register_vmap(_op, _decomposition)
+
+
+class _AfterDTensor(importlib.abc.MetaPathFinder):
+    """Registers the sharding rules as soon as torch.distributed.tensor is imported: importing it here would make every
+    import of this package half a second slower.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != "torch.distributed.tensor":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            from . import _sharding  # noqa: F401
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if "torch.distributed.tensor" in sys.modules:
+    from . import _sharding  # noqa: F401
+else:
+    sys.meta_path.insert(0, _AfterDTensor())

@@ -30,8 +30,8 @@ void check_sums(const SumLayout& layout, int64_t vectors, int vectors_per_thread
   check(layout.lanes <= kWarpThreads && (layout.lanes >= layout.octets || layout.lanes == kWarpThreads), "a lane for each octet");
 }
 
-void check_forward(int64_t vectors, int64_t rows, const Gpu& gpu) {
-  const ForwardConfig config = forward_config(vectors, rows, gpu);
+void check_forward(int64_t vectors, int64_t rows, bool aligned, const Gpu& gpu) {
+  const ForwardConfig config = forward_config(vectors, rows, aligned, gpu);
   const int v = config.vectors_per_thread;
   if (v == 0) return check(vectors > 4096, "rows this short to be held in registers");
   check(v == 1 || v == 2 || v == 4 || v == 8, "1, 2, 4 or 8 vectors a thread");
@@ -46,14 +46,13 @@ void check_forward(int64_t vectors, int64_t rows, const Gpu& gpu) {
   check_sums(sum_layout(vectors, v), vectors, v);
 }
 
-void check_backward(int64_t vectors, int vector_bytes, int residual_vector_bytes, bool ring, const Gpu& gpu) {
-  const BackwardConfig config = backward_config(vectors, vector_bytes, residual_vector_bytes, ring, gpu);
+void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residual_vector_bytes, bool aligned, bool ring,
+                    const Gpu& gpu) {
+  const BackwardConfig config = backward_config(vectors, rows, vector_bytes, residual_vector_bytes, aligned, ring, gpu);
   const int v = config.vectors_per_thread;
-  for (const int64_t rows : {1, 3, 1000, 1000000}) {
-    const int64_t blocks = backward_blocks(config, rows, gpu);
-    check(blocks >= 1 && blocks % config.cluster == 0, "whole clusters");
-    check(partial_rows(config, rows, gpu) >= blocks / config.cluster, "a partial sum a block");
-  }
+  const int64_t blocks = backward_blocks(config, rows, gpu);
+  check(blocks >= 1 && blocks % config.cluster == 0, "whole clusters");
+  check(partial_rows(config, rows, gpu) >= blocks / config.cluster, "a partial sum a block");
   if (config.kernel == BackwardKernel::kLoop) return check(vectors > 1024, "rows this short to be held in registers");
   check(is_row_width(config.threads), "whole warps, or a power of two within one");
   check(int64_t{config.threads} * v * config.cluster >= vectors, "a thread for every vector");
@@ -67,9 +66,9 @@ void check_backward(int64_t vectors, int vector_bytes, int residual_vector_bytes
   check(ring && gpu.hopper, "a ring only where it can be used");
   check(v == kRingVectors, "a kernel that is compiled");
   check(config.stages >= kMinStages && config.stages <= kMaxStages, "stages enough to make progress");
-  check(std::max(config.threads, kWarpThreads) * config.teams <= kRingThreads, "a block that fits");
+  check(config.threads >= kWarpThreads && config.threads * config.teams <= kRingThreads, "a block that fits");
   check(config.teams < 16, "a named barrier for every team");
-  check(ring_layout(config, vectors, vector_bytes, residual_vector_bytes).bytes <= gpu.shared_bytes, "stages that fit");
+  check(ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= gpu.shared_bytes, "stages that fit");
   check(gpu.clusters[log2_of(config.cluster)] > 0, "clusters that are scheduled");
 }
 
@@ -79,12 +78,18 @@ int main() {
   for (cols = 1; cols <= 300000; ++cols) {
     for (const int vector_elements : {8, 4, 2}) {
       const int64_t vectors = div_up(cols, vector_elements);
-      for (const Gpu& gpu : {kHopper, kTuring}) {
-        for (const int64_t rows : {1, 2, 16, 17, 64, 132, 133, 264, 265, 4096, 1000000}) check_forward(vectors, rows, gpu);
-        check_backward(vectors, 0, 0, false, gpu);
-      }
-      for (const int residual_vector_bytes : {16, 32}) {  // a 16-bit input's vector under its own dtype, and under fp32
-        check_backward(vectors, 16, residual_vector_bytes, true, kHopper);
+      for (const bool aligned : {true, false}) {
+        for (const Gpu& gpu : {kHopper, kTuring}) {
+          for (const int64_t rows : {1, 2, 16, 17, 64, 132, 133, 264, 265, 4096, 1000000}) {
+            check_forward(vectors, rows, aligned, gpu);
+          }
+          for (const int64_t rows : {1, 1000}) check_backward(vectors, rows, 0, 0, aligned, false, gpu);
+        }
+        for (const int residual_vector_bytes : {16, 32}) {  // a 16-bit input's vector under its own dtype, and under fp32
+          for (const int64_t rows : {1, 64, 200, 1000000}) {
+            check_backward(vectors, rows, 16, residual_vector_bytes, aligned, true, kHopper);
+          }
+        }
       }
     }
   }

@@ -2,7 +2,9 @@
 
 import importlib.util
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
@@ -38,12 +40,16 @@ def smollm2():
 
 
 def compare_greedy_tokens(tokenizer, model, prompts, tokens):
-    """The prompts as one batch, padded on the left."""
+    """The prompts as one batch, padded on the left.
+
+    In bf16 upstream's best two logits are often equal, or neighbours among the bf16 numbers. There, and only
+    there, the last bit of an fp32 sum may decide.
+    """
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     options = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-    expected = model.generate(**inputs, **options)
+    expected = model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True)
     hf.patch(model)
     try:
         with hf.count() as fused:
@@ -51,8 +57,13 @@ def compare_greedy_tokens(tokenizer, model, prompts, tokens):
     finally:
         hf.unpatch(model)
     assert fused.adds == tokens * 2 * model.config.num_hidden_layers
-    for prompt, actual_row, expected_row in zip(prompts, actual, expected, strict=True):
-        assert torch.equal(actual_row, expected_row), prompt
+    for row, prompt in enumerate(prompts):
+        differing = (actual[row] != expected.sequences[row]).nonzero()
+        if len(differing):
+            step = int(differing[0]) - inputs["input_ids"].shape[1]
+            best, second = expected.logits[step][row].float().topk(2).values
+            neighbour = torch.nextafter(best.to(model.dtype), best.new_tensor(-torch.inf).to(model.dtype))
+            assert model.dtype == torch.bfloat16 and second >= neighbour, (prompt, step, best, second)
 
 
 def test_greedy_tokens_are_identical(smollm2):
@@ -86,41 +97,40 @@ def test_200_greedy_tokens_of_ten_prompts_are_identical(smollm2, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_no_farther_from_fp64_than_upstreams(smollm2, dtype):
     tokenizer, model = smollm2
-    ids = tokenizer(" ".join(PROMPTS), return_tensors="pt")["input_ids"]
+    batches = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS]
 
     def logits():
         with torch.no_grad():
-            return model(ids, use_cache=False).logits.double()
+            return torch.cat([model(ids, use_cache=False).logits[0].double() for ids in batches])
 
     try:
-        exact = logits_in_fp64(model, ids)
+        model.to(dtype)  # the same weights in all three runs
+        with fp64_norms(model):
+            model.to(torch.float64)
+            exact = logits()
         model.to(dtype)
         upstream = (logits() - exact).norm()
         hf.patch(model)
         patched = (logits() - exact).norm()
     finally:
         hf.unpatch(model)
-        model.float()
-    assert patched <= 1.02 * upstream
+        model.to(torch.float32)
+    assert 0 < patched <= 1.05 * upstream
 
 
-def logits_in_fp64(model, ids):
-    """Upstream's norms take their statistics in fp32: an fp64 run replaces them by the formula."""
+@contextmanager
+def fp64_norms(model):
+    """Upstream's norms take their statistics in fp32 in any model; these do not."""
 
-    def formula(module, args):
-        x = args[0]
-        return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
     norms = [module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"]
     for norm in norms:
-        norm.forward = lambda x, norm=norm: formula(norm, (x,))
-    try:
-        with torch.no_grad():
-            return model.double()(ids, use_cache=False).logits
-    finally:
-        model.float()
-        for norm in norms:
-            del norm.forward
+        norm.forward = MethodType(forward, norm)
+    yield
+    for norm in norms:
+        del norm.forward
 
 
 @pytest.mark.slow
