@@ -1,5 +1,5 @@
-// Times every configuration of the CUDA kernels on a shape beside a copy of the same bytes: where the tables of csrc/cuda/config.h
-// come from. Needs no torch: make tune ARGS="forward bf16 16384 4096".
+// Times every configuration of the CUDA kernels on a shape beside a copy of the same bytes: where the tables
+// of csrc/cuda/config.h come from. Needs no torch: make tune ARGS="forward bf16 16384 4096".
 //
 //     tune forward|backward DTYPES ROWS COLS     L2 flushed before each of the timed calls; share of the copy
 //     tune decode DTYPES ROWS COLS               microseconds a call, in a CUDA graph of 20 in-place calls
@@ -53,7 +53,8 @@ struct Timer {
     return milliseconds * 1000;
   }
 
-  // Microseconds of a call with a cold L2; the flush keeps the host ahead. Negative: the configuration cannot be launched.
+  // Microseconds of a call with a cold L2; the flush keeps the host ahead. Negative: the configuration cannot
+  // be launched.
   float cold(const std::function<cudaError_t()>& call) const {
     std::vector<float> times;
     for (int i = 0; i < kRepeats + 2; ++i) {
@@ -111,11 +112,12 @@ struct Problem {
     void* data;
     check(cudaMalloc(&data, elements() * size(dtype) + 16));
     // Random bits of modest exponents: zeros are faster than data.
-    std::vector<uint16_t> bits(elements() * size(dtype) / 2 > (1 << 24) ? 1 << 24 : elements() * size(dtype) / 2);
+    std::vector<uint16_t> bits(elements() * size(dtype) / 2 > (1 << 24) ? 1 << 24
+                                                                        : elements() * size(dtype) / 2);
     for (size_t i = 0; i < bits.size(); ++i) bits[i] = 0x3c00 + (i * 2654435761u >> 22);
     for (int64_t done = 0, all = elements() * size(dtype); done < all; done += bits.size() * 2) {
-      check(cudaMemcpy(static_cast<char*>(data) + done, bits.data(), std::min<int64_t>(bits.size() * 2, all - done),
-                       cudaMemcpyHostToDevice));
+      check(cudaMemcpy(static_cast<char*>(data) + done, bits.data(),
+                       std::min<int64_t>(bits.size() * 2, all - done), cudaMemcpyHostToDevice));
     }
     return data;
   }
@@ -128,26 +130,28 @@ struct Result {
 };
 
 void report(const char* what, std::vector<Result> results, float copy, size_t most) {
-  std::sort(results.begin(), results.end(), [](const Result& a, const Result& b) { return a.microseconds < b.microseconds; });
+  std::sort(results.begin(), results.end(),
+            [](const Result& a, const Result& b) { return a.microseconds < b.microseconds; });
   for (size_t i = 0; i < std::min(most, results.size()); ++i) {
-    std::printf("%s %8.2f us  %.3f of the copy  %s\n", what, results[i].microseconds, copy / results[i].microseconds,
-                results[i].config.c_str());
+    std::printf("%s %8.2f us  %.3f of the copy  %s\n", what, results[i].microseconds,
+                copy / results[i].microseconds, results[i].config.c_str());
   }
 }
 
 std::string describe(const ForwardConfig& c) {
   char text[160];
-  std::snprintf(text, sizeof text, "threads %d vectors %d rows %d cluster %d", c.threads, c.vectors_per_thread, c.rows_per_block,
-                c.cluster);
+  std::snprintf(text, sizeof text, "threads %d vectors %d rows %d cluster %d", c.threads,
+                c.vectors_per_thread, c.rows_per_block, c.cluster);
   return text;
 }
 
 std::string describe(const BackwardConfig& c) {
   char text[160];
   const char* kernels[] = {"registers", "ring", "loop"};
-  std::snprintf(text, sizeof text, "%s threads %d vectors %d rows %d blocks/SM %d teams %d stages %d cluster %d",
-                kernels[static_cast<int>(c.kernel)], c.threads, c.vectors_per_thread, c.rows_per_block, c.blocks_per_sm, c.teams,
-                c.stages, c.cluster);
+  std::snprintf(text, sizeof text,
+                "%s threads %d vectors %d rows %d blocks/SM %d teams %d stages %d cluster %d",
+                kernels[static_cast<int>(c.kernel)], c.threads, c.vectors_per_thread, c.rows_per_block,
+                c.blocks_per_sm, c.teams, c.stages, c.cluster);
   return text;
 }
 
@@ -173,7 +177,9 @@ void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bo
   check(cudaMalloc(&from, bytes));
   check(cudaMalloc(&to, bytes));
   check(cudaMemset(from, 0x3f, bytes));
-  const auto copy_call = [&] { return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, timer.stream); };
+  const auto copy_call = [&] {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, timer.stream);
+  };
   const float copy = decode ? timer.in_graph(copy_call) : timer.cold(copy_call);
   std::printf("copy %.2f us (%.2f TB/s)\n", copy, 2.0 * bytes / copy / 1e6);
 
@@ -193,7 +199,9 @@ void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bo
         ForwardConfig config = forward_in_registers(problem.vectors(), vectors, cluster);
         config.rows_per_block = rows;
         const int threads = config.threads * rows;
-        if (threads > (vectors == 8 || rows > 1 ? 512 : kMaxThreads) || threads % kWarpThreads || (cluster > 1 && rows > 1)) continue;
+        if (threads > (vectors == 8 || rows > 1 ? 512 : kMaxThreads) || threads % kWarpThreads ||
+            (cluster > 1 && rows > 1))
+          continue;
         try_config(config);
       }
     }
@@ -234,15 +242,18 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
   check(cudaMalloc(&from, bytes));
   check(cudaMalloc(&to, bytes));
   check(cudaMemset(from, 0x3f, bytes));
-  const float copy = timer.cold([&] { return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, timer.stream); });
+  const float copy =
+      timer.cold([&] { return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, timer.stream); });
   std::printf("copy %.2f us (%.2f TB/s)\n", copy, 2.0 * bytes / copy / 1e6);
 
   const auto run = [&](const BackwardParams& params, const BackwardConfig& config) {
-    return config.kernel == BackwardKernel::kRing ? launch_backward_ring(params, config, partials, true, gpu, 0, timer.stream)
-                                                  : launch_backward(params, config, partials, true, gpu, 0, timer.stream);
+    return config.kernel == BackwardKernel::kRing
+               ? launch_backward_ring(params, config, partials, true, gpu, 0, timer.stream)
+               : launch_backward(params, config, partials, true, gpu, 0, timer.stream);
   };
   const auto finish = [&](const BackwardConfig& config) {
-    return launch_finish_grad_weight(p, partials, partial_rows(config, problem.rows, gpu), gpu, 0, timer.stream);
+    return launch_finish_grad_weight(p, partials, partial_rows(config, problem.rows, gpu), gpu, 0,
+                                     timer.stream);
   };
   const auto time = [&](const BackwardConfig& config) {
     return timer.cold([&] {
@@ -250,7 +261,8 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
       return error != cudaSuccess ? error : finish(config);
     });
   };
-  const int vector_bytes = problem.vector_elements() * item, residual_vector_bytes = problem.vector_elements() * residual_item;
+  const int vector_bytes = problem.vector_elements() * item,
+            residual_vector_bytes = problem.vector_elements() * residual_item;
   std::vector<Result> results;
   const auto try_config = [&](const BackwardConfig& config) {
     const float microseconds = search ? time(config) : -1;
@@ -259,22 +271,24 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
   for (int vectors : {1, 2, 4}) {
     BackwardConfig config;
     config.vectors_per_thread = vectors;
-    if (vectors == kRingVectors) for (int cluster : {1, 2, 4, 8, 16}) {
-      config.kernel = BackwardKernel::kRing;
-      config.cluster = cluster;
-      config.threads = threads_of_row(div_up(problem.vectors(), cluster), vectors);
-      for (int stages : {3, 4}) {
-        for (int teams : {1, 2, 3, 4, 6, 8, 12, 16}) {
-          config.stages = stages;
-          config.teams = teams;
-          const int threads = std::max(config.threads, kWarpThreads) * teams;
-          const auto layout = ring_layout(config, problem.vectors(), vector_bytes, residual_vector_bytes, true);
-          if (threads > kRingThreads || threads < 64 || layout.bytes > gpu.shared_bytes) continue;
-          if (layout.bytes < gpu.shared_bytes / 3) continue;  // too few bytes on their way
-          try_config(config);
+    if (vectors == kRingVectors)
+      for (int cluster : {1, 2, 4, 8, 16}) {
+        config.kernel = BackwardKernel::kRing;
+        config.cluster = cluster;
+        config.threads = threads_of_row(div_up(problem.vectors(), cluster), vectors);
+        for (int stages : {3, 4}) {
+          for (int teams : {1, 2, 3, 4, 6, 8, 12, 16}) {
+            config.stages = stages;
+            config.teams = teams;
+            const int threads = std::max(config.threads, kWarpThreads) * teams;
+            const auto layout =
+                ring_layout(config, problem.vectors(), vector_bytes, residual_vector_bytes, true);
+            if (threads > kRingThreads || threads < 64 || layout.bytes > gpu.shared_bytes) continue;
+            if (layout.bytes < gpu.shared_bytes / 3) continue;  // too few bytes on their way
+            try_config(config);
+          }
         }
       }
-    }
     config = {};
     config.kernel = BackwardKernel::kRegisters;
     config.vectors_per_thread = vectors;
@@ -287,10 +301,13 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
       }
     }
   }
-  const auto chosen = backward_config(problem.vectors(), problem.rows, vector_bytes, residual_vector_bytes, true, true, gpu);
+  const auto chosen =
+      backward_config(problem.vectors(), problem.rows, vector_bytes, residual_vector_bytes, true, true, gpu);
   report("chosen", {{time(chosen), describe(chosen)}}, copy, 1);
-  const float alone = timer.cold([&] { return run(p, chosen); }), finishing = timer.cold([&] { return finish(chosen); });
-  std::printf("of which %.2f us before the partial sums are added up, %.2f us to add them up alone\n", alone, finishing);
+  const float alone = timer.cold([&] { return run(p, chosen); }),
+              finishing = timer.cold([&] { return finish(chosen); });
+  std::printf("of which %.2f us before the partial sums are added up, %.2f us to add them up alone\n", alone,
+              finishing);
   report("backward", results, copy, 8);
 }
 
@@ -298,7 +315,8 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
 
 int main(int count, char** arguments) {
   if (count != 5 && count != 6) {
-    std::fprintf(stderr, "usage: tune forward|backward|decode bf16|fp16|fp32|mixed ROWS COLS [chosen|plain]\n");
+    std::fprintf(stderr,
+                 "usage: tune forward|backward|decode bf16|fp16|fp32|mixed ROWS COLS [chosen|plain]\n");
     return 2;
   }
   const std::string what = arguments[1], dtypes = arguments[2];
@@ -309,13 +327,17 @@ int main(int count, char** arguments) {
   problem.cols = std::atoll(arguments[4]);
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, 0));
-  Gpu gpu{properties.multiProcessorCount, static_cast<int>(properties.sharedMemPerBlockOptin), properties.major >= 9, properties.major >= 9, {}};
+  Gpu gpu{properties.multiProcessorCount,
+          static_cast<int>(properties.sharedMemPerBlockOptin),
+          properties.major >= 9,
+          properties.major >= 9,
+          {}};
   for (int i = 0; i < 5; ++i) {
     if (resident_clusters(1 << i, gpu.shared_bytes, &gpu.clusters[i]) != cudaSuccess) gpu.clusters[i] = 0;
     cudaGetLastError();
   }
-  std::printf("resident clusters of 1, 2, 4, 8, 16: %d %d %d %d %d\n", gpu.clusters[0], gpu.clusters[1], gpu.clusters[2],
-              gpu.clusters[3], gpu.clusters[4]);
+  std::printf("resident clusters of 1, 2, 4, 8, 16: %d %d %d %d %d\n", gpu.clusters[0], gpu.clusters[1],
+              gpu.clusters[2], gpu.clusters[3], gpu.clusters[4]);
   std::printf("== %s %s %lld x %lld\n", what.c_str(), dtypes.c_str(), static_cast<long long>(problem.rows),
               static_cast<long long>(problem.cols));
   const Timer timer;

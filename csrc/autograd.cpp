@@ -1,5 +1,6 @@
-// Gradients: the autograd Function, the plain ATen formula for whatever is not a first derivative of plain tensors (functorch
-// transforms, forward mode, second derivatives), and the refusals of the ops that write in place.
+// Gradients: the autograd Function, the plain ATen formula for whatever is not a first derivative of plain
+// tensors (functorch transforms, forward mode, second derivatives), and the refusals of the ops that write in
+// place.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -14,7 +15,8 @@ namespace {
 
 using at::Tensor;
 
-// --- The formula ----------------------------------------------------------------------------------------------------------
+// --- The formula
+// ----------------------------------------------------------------------------------------------------------
 
 Tensor formula_scale(const OptionalTensor& weight, double offset, at::ScalarType dtype) {
   return weight->to(dtype) + offset;
@@ -32,13 +34,15 @@ std::tuple<Tensor, Tensor> formula_forward(const ForwardCall& call, std::optiona
   Tensor n = h * at::rsqrt(at::mean(h * h, -1, /*keepdim=*/true) + call.eps);
   if (call.mode.round_normalized) n = n.to(residual_dtype).to(dtype);
   if (call.weight) n = n * formula_scale(*call.weight, call.offset, dtype);
-  return {n.to(out_type), std::move(residual_out)};
+  return {n.to(out_type).contiguous(), residual_out.contiguous()};  // as the kernels' results are
 }
 
 // rstd is formed again from residual_out, so that its dependence on residual_out is differentiated too.
-std::tuple<Tensor, Tensor, Tensor> formula_backward(const Tensor& grad_out, const OptionalTensor& grad_residual_out,
-                                                    const Tensor& residual_out, const OptionalTensor& weight, double eps,
-                                                    double offset, at::ScalarType input_dtype, int64_t output_mask) {
+std::tuple<Tensor, Tensor, Tensor> formula_backward(const Tensor& grad_out,
+                                                    const OptionalTensor& grad_residual_out,
+                                                    const Tensor& residual_out, const OptionalTensor& weight,
+                                                    double eps, double offset, at::ScalarType input_dtype,
+                                                    int64_t output_mask) {
   const auto dtype = accumulation_dtype(residual_out.scalar_type());
   const Tensor h = residual_out.to(dtype), dy = grad_out.to(dtype);
   const Tensor rstd = at::rsqrt(at::mean(h * h, -1, /*keepdim=*/true) + eps);
@@ -59,7 +63,9 @@ std::tuple<Tensor, Tensor, Tensor> formula_backward(const Tensor& grad_out, cons
   return {std::move(grad_input), std::move(grad_residual), std::move(grad_weight)};
 }
 
-bool has_tangent(const Tensor* tensor) { return tensor && tensor->defined() && tensor->_fw_grad(0).defined(); }
+bool has_tangent(const Tensor* tensor) {
+  return tensor && tensor->defined() && tensor->_fw_grad(0).defined();
+}
 
 // ATen/functorch/DynamicLayer.h cannot be included from an extension; its key tells the same.
 bool in_functorch_transform() {
@@ -76,7 +82,8 @@ bool needs_grad(const Tensors*... tensors) {
   return at::GradMode::is_enabled() && ((tensors && tensors->defined() && tensors->requires_grad()) || ...);
 }
 
-// --- The Function ---------------------------------------------------------------------------------------------------------
+// --- The Function
+// ---------------------------------------------------------------------------------------------------------
 
 // add_rms_norm with a residual, rms_norm without. Returns (out, residual_out) or (out).
 struct AddRMSNormFunction : torch::autograd::Function<AddRMSNormFunction> {
@@ -86,8 +93,8 @@ struct AddRMSNormFunction : torch::autograd::Function<AddRMSNormFunction> {
   using variable_list = torch::autograd::variable_list;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& residual,
-                               const OptionalTensor& weight, double eps, double offset, std::string_view casting_mode,
-                               std::optional<at::ScalarType> out_dtype) {
+                               const OptionalTensor& weight, double eps, double offset,
+                               std::string_view casting_mode, std::optional<at::ScalarType> out_dtype) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     Tensor out, residual_out, rstd;
     if (residual.has_value()) {
@@ -96,7 +103,8 @@ struct AddRMSNormFunction : torch::autograd::Function<AddRMSNormFunction> {
     } else {
       std::tie(out, rstd) = rms_norm_forward(input, weight, eps, offset, casting_mode, out_dtype);
     }
-    ctx->save_for_backward({residual.has_value() ? residual_out : input, rstd, get(weight) ? *weight : Tensor()});
+    ctx->save_for_backward(
+        {residual.has_value() ? residual_out : input, rstd, get(weight) ? *weight : Tensor()});
     ctx->set_materialize_grads(false);
     if (residual.has_value() && !input.requires_grad() && !residual->requires_grad()) {
       ctx->mark_non_differentiable({residual_out});  // it does not depend on the weight
@@ -134,9 +142,9 @@ struct AddRMSNormFunction : torch::autograd::Function<AddRMSNormFunction> {
     if (!same_dtype && needs_residual) mask |= kGradResidual;
     if (needs_weight) mask |= kGradWeight;
     auto [grad_input, grad_residual, grad_weight] = add_rms_norm_backward(
-        grad_out, grad_residual_out.defined() ? OptionalTensor(grad_residual_out) : std::nullopt, residual_out, rstd,
-        weight.defined() ? OptionalTensor(weight) : std::nullopt, ctx->saved_data["eps"].toDouble(),
-        ctx->saved_data["offset"].toDouble(), input_dtype, mask);
+        grad_out, grad_residual_out.defined() ? OptionalTensor(grad_residual_out) : std::nullopt,
+        residual_out, rstd, weight.defined() ? OptionalTensor(weight) : std::nullopt,
+        ctx->saved_data["eps"].toDouble(), ctx->saved_data["offset"].toDouble(), input_dtype, mask);
     if (needs_residual) results[kResidual] = same_dtype ? grad_input : grad_residual;
     if (needs_input) results[kInput] = grad_input;
     if (needs_weight) results[kWeight] = grad_weight;
@@ -144,16 +152,19 @@ struct AddRMSNormFunction : torch::autograd::Function<AddRMSNormFunction> {
   }
 };
 
-// --- Autograd kernels -----------------------------------------------------------------------------------------------------
+// --- Autograd kernels
+// -----------------------------------------------------------------------------------------------------
 
-std::tuple<Tensor, Tensor> add_rms_norm_autograd(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
-                                                 double eps, double offset, std::string_view casting_mode,
+std::tuple<Tensor, Tensor> add_rms_norm_autograd(const Tensor& input, const Tensor& residual,
+                                                 const OptionalTensor& weight, double eps, double offset,
+                                                 std::string_view casting_mode,
                                                  std::optional<at::ScalarType> out_dtype) {
   if (needs_formula(&input, &residual, get(weight))) {
     return formula_forward({"add_rms_norm", input, &residual, weight, eps, offset, casting_mode}, out_dtype);
   }
   if (needs_grad(&input, &residual, get(weight))) {
-    auto results = AddRMSNormFunction::apply(input, OptionalTensor(residual), weight, eps, offset, casting_mode, out_dtype);
+    auto results = AddRMSNormFunction::apply(input, OptionalTensor(residual), weight, eps, offset,
+                                             casting_mode, out_dtype);
     return {std::move(results[0]), std::move(results[1])};
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -163,45 +174,50 @@ std::tuple<Tensor, Tensor> add_rms_norm_autograd(const Tensor& input, const Tens
 Tensor rms_norm_autograd(const Tensor& input, const OptionalTensor& weight, double eps, double offset,
                          std::string_view casting_mode, std::optional<at::ScalarType> out_dtype) {
   if (needs_formula(&input, get(weight))) {
-    return std::get<0>(formula_forward({"rms_norm", input, nullptr, weight, eps, offset, casting_mode}, out_dtype));
+    return std::get<0>(
+        formula_forward({"rms_norm", input, nullptr, weight, eps, offset, casting_mode}, out_dtype));
   }
   if (needs_grad(&input, get(weight))) {
-    return AddRMSNormFunction::apply(input, OptionalTensor(), weight, eps, offset, casting_mode, out_dtype)[0];
+    return AddRMSNormFunction::apply(input, OptionalTensor(), weight, eps, offset, casting_mode,
+                                     out_dtype)[0];
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return rms_norm(input, weight, eps, offset, casting_mode, out_dtype);
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward_autograd(const Tensor& grad_out,
-                                                                  const OptionalTensor& grad_residual_out,
-                                                                  const Tensor& residual_out, const Tensor& rstd,
-                                                                  const OptionalTensor& weight, double eps, double offset,
-                                                                  at::ScalarType input_dtype, int64_t output_mask) {
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward_autograd(
+    const Tensor& grad_out, const OptionalTensor& grad_residual_out, const Tensor& residual_out,
+    const Tensor& rstd, const OptionalTensor& weight, double eps, double offset, at::ScalarType input_dtype,
+    int64_t output_mask) {
   const Tensor *dh = get(grad_residual_out), *w = get(weight);
   if (needs_formula(&grad_out, dh, &residual_out, w) || needs_grad(&grad_out, dh, &residual_out, w)) {
     check_backward(grad_out, dh, residual_out, rstd, w, eps, offset, input_dtype, output_mask);
-    return formula_backward(grad_out, grad_residual_out, residual_out, weight, eps, offset, input_dtype, output_mask);
+    return formula_backward(grad_out, grad_residual_out, residual_out, weight, eps, offset, input_dtype,
+                            output_mask);
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return add_rms_norm_backward(grad_out, grad_residual_out, residual_out, rstd, weight, eps, offset, input_dtype, output_mask);
+  return add_rms_norm_backward(grad_out, grad_residual_out, residual_out, rstd, weight, eps, offset,
+                               input_dtype, output_mask);
 }
 
 template <class... Tensors>
 void check_no_grad(const char* op, const Tensors*... tensors) {
   TORCH_CHECK(!needs_grad(tensors...) && !(has_tangent(tensors) || ...), op,
-              ": expected tensors that need no gradient (it overwrites its arguments and is for inference), got one that "
+              ": expected tensors that need no gradient (it overwrites its arguments and is for inference), "
+              "got one that "
               "requires grad or carries a tangent; call add_rms_norm, or run under torch.no_grad()");
 }
 
-void add_rms_norm_inplace_autograd(const Tensor& input, const Tensor& residual, const OptionalTensor& weight, double eps,
-                                   double offset, std::string_view casting_mode) {
+void add_rms_norm_inplace_autograd(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+                                   double eps, double offset, std::string_view casting_mode) {
   check_no_grad("add_rms_norm_", &input, &residual, get(weight));
   at::AutoDispatchBelowAutograd below_autograd;
   add_rms_norm_(input, residual, weight, eps, offset, casting_mode);
 }
 
-void add_rms_norm_out_autograd(const Tensor& input, const Tensor& residual, const OptionalTensor& weight, double eps,
-                               double offset, std::string_view casting_mode, const Tensor& out, const Tensor& residual_out) {
+void add_rms_norm_out_autograd(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+                               double eps, double offset, std::string_view casting_mode, const Tensor& out,
+                               const Tensor& residual_out) {
   check_no_grad("add_rms_norm_out", &input, &residual, get(weight), &out, &residual_out);
   at::AutoDispatchBelowAutograd below_autograd;
   add_rms_norm_out(input, residual, weight, eps, offset, casting_mode, out, residual_out);
@@ -214,8 +230,8 @@ void bump_versions(const Tensor& a, const Tensor& b) {
   }
 }
 
-void add_rms_norm_inplace_bump(const Tensor& input, const Tensor& residual, const OptionalTensor& weight, double eps,
-                               double offset, std::string_view casting_mode) {
+void add_rms_norm_inplace_bump(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+                               double eps, double offset, std::string_view casting_mode) {
   {
     at::AutoDispatchBelowADInplaceOrView below;
     add_rms_norm_(input, residual, weight, eps, offset, casting_mode);
@@ -223,8 +239,9 @@ void add_rms_norm_inplace_bump(const Tensor& input, const Tensor& residual, cons
   bump_versions(input, residual);
 }
 
-void add_rms_norm_out_bump(const Tensor& input, const Tensor& residual, const OptionalTensor& weight, double eps,
-                           double offset, std::string_view casting_mode, const Tensor& out, const Tensor& residual_out) {
+void add_rms_norm_out_bump(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+                           double eps, double offset, std::string_view casting_mode, const Tensor& out,
+                           const Tensor& residual_out) {
   {
     at::AutoDispatchBelowADInplaceOrView below;
     add_rms_norm_out(input, residual, weight, eps, offset, casting_mode, out, residual_out);

@@ -5,7 +5,8 @@
 
 namespace fused {
 
-// Calls f(T(), R(), O()) with the element types of input, residual and out. Half and BFloat16 are the backend's own types.
+// Calls f(T(), R(), O()) with the element types of input, residual and out. Half and BFloat16 are the
+// backend's own types.
 template <class Half, class BFloat16, class F>
 void dispatch_dtypes(DType input, DType residual, DType out, F f) {
   const auto dispatch_16_bit = [&](auto narrow) {
@@ -18,10 +19,14 @@ void dispatch_dtypes(DType input, DType residual, DType out, F f) {
     }
   };
   switch (input) {
-    case DType::kHalf: return dispatch_16_bit(Half());
-    case DType::kBFloat16: return dispatch_16_bit(BFloat16());
-    case DType::kFloat: return f(float(), float(), float());
-    case DType::kDouble: return f(double(), double(), double());
+    case DType::kHalf:
+      return dispatch_16_bit(Half());
+    case DType::kBFloat16:
+      return dispatch_16_bit(BFloat16());
+    case DType::kFloat:
+      return f(float(), float(), float());
+    case DType::kDouble:
+      return f(double(), double(), double());
   }
 }
 
@@ -39,10 +44,14 @@ void dispatch_dtypes(DType input, DType residual, DType out, DType weight, F f) 
 template <class Half, class BFloat16, class F>
 void dispatch_dtype(DType dtype, F f) {
   switch (dtype) {
-    case DType::kHalf: return f(Half());
-    case DType::kBFloat16: return f(BFloat16());
-    case DType::kFloat: return f(float());
-    case DType::kDouble: return f(double());
+    case DType::kHalf:
+      return f(Half());
+    case DType::kBFloat16:
+      return f(BFloat16());
+    case DType::kFloat:
+      return f(float());
+    case DType::kDouble:
+      return f(double());
   }
 }
 

@@ -1,5 +1,5 @@
-// The host side of every op, the same on all devices: check, allocate, describe the tensors as rows, hand over to the backend's
-// kernels. A backend gives two functions,
+// The host side of every op, the same on all devices: check, allocate, describe the tensors as rows, hand
+// over to the backend's kernels. A backend gives two functions,
 //
 //     static void forward(const ForwardParams&, const at::Tensor& input);
 //     static void backward(const BackwardParams&, const at::Tensor& residual_out);
@@ -24,10 +24,14 @@ inline const at::Tensor* get(const OptionalTensor& tensor) {
 
 inline DType kernel_dtype(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kHalf: return DType::kHalf;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kFloat: return DType::kFloat;
-    default: return DType::kDouble;
+    case at::kHalf:
+      return DType::kHalf;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat;
+    default:
+      return DType::kDouble;
   }
 }
 
@@ -40,7 +44,8 @@ inline at::Tensor empty_rstd(const at::Tensor& input) {
                           input.options().dtype(accumulation_dtype(input.scalar_type())));
 }
 
-// The weight as kernels read it: dense, in input's dtype or in the one computed in. One of another dtype, or strided, is copied.
+// The weight as kernels read it: dense, in input's dtype or in the one computed in. One of another dtype, or
+// strided, is copied.
 inline at::Tensor dense_weight(const at::Tensor* weight, at::ScalarType input_dtype) {
   if (weight == nullptr) return {};
   const auto compute_dtype = accumulation_dtype(input_dtype);
@@ -54,8 +59,8 @@ inline Weight kernel_weight(const at::Tensor& weight) {
 
 // The arguments common to the forward ops, checked. residual is null in rms_norm.
 struct ForwardCall {
-  ForwardCall(const char* op, const at::Tensor& input, const at::Tensor* residual, const OptionalTensor& weight, double eps,
-              double offset, std::string_view casting_mode)
+  ForwardCall(const char* op, const at::Tensor& input, const at::Tensor* residual,
+              const OptionalTensor& weight, double eps, double offset, std::string_view casting_mode)
       : op(op), input(input), residual(residual), weight(get(weight)), eps(eps), offset(offset) {
     check_input(op, input);
     if (residual) check_residual(op, *residual, input);
@@ -132,30 +137,42 @@ void forward_into(const ForwardCall& call, const at::Tensor& out, const at::Tens
   if constexpr (!Backend::kTracing) {
     if (call.input.numel() == 0) return;
     const auto layout = row_layout<4>({&call.input, call.residual, &out, &residual_out});
-    TORCH_CHECK(layout, call.op, ": expected tensors with a dense last dimension and leading dimensions that fold into at most "
-                "two strides, got strides ", call.input.strides(), " (input), ", call.residual->strides(), " (residual), ",
-                out.strides(), " (out), ", residual_out.strides(), " (residual_out)");
+    TORCH_CHECK(
+        layout, call.op,
+        ": expected tensors with a dense last dimension and leading dimensions that fold into at most "
+        "two strides, got strides ",
+        call.input.strides(), " (input), ", call.residual->strides(), " (residual), ", out.strides(),
+        " (out), ", residual_out.strides(), " (residual_out)");
     const auto& [x, r, y, h] = layout->tensors;
     const auto itemsize = [](const at::Tensor& tensor) { return static_cast<int64_t>(tensor.itemsize()); };
     const auto check_apart = [&](bool apart, const char* a, const char* b) {
-      TORCH_CHECK(apart, call.op, ": expected ", a, " and ", b, " not to overlap, got tensors that share memory");
+      TORCH_CHECK(apart, call.op, ": expected ", a, " and ", b,
+                  " not to overlap, got tensors that share memory");
     };
-    TORCH_CHECK(!overlaps_itself(y, layout->shape), call.op, ": expected rows that do not share memory, got strides ",
-                out.strides(), " (out)");
-    TORCH_CHECK(!overlaps_itself(h, layout->shape), call.op, ": expected rows that do not share memory, got strides ",
-                residual_out.strides(), " (residual_out)");
+    TORCH_CHECK(!overlaps_itself(y, layout->shape), call.op,
+                ": expected rows that do not share memory, got strides ", out.strides(), " (out)");
+    TORCH_CHECK(!overlaps_itself(h, layout->shape), call.op,
+                ": expected rows that do not share memory, got strides ", residual_out.strides(),
+                " (residual_out)");
     const bool in_place = out.is_same(call.input) && residual_out.is_same(*call.residual);
     check_apart(overlap(y, itemsize(out), h, itemsize(residual_out), layout->shape) == Overlap::kNone,
                 in_place ? "input" : "out", in_place ? "residual" : "residual_out");
     for (const auto& [result, result_itemsize, name] :
          {std::tuple(y, itemsize(out), "out"), std::tuple(h, itemsize(residual_out), "residual_out")}) {
-      check_apart(overlap(result, result_itemsize, x, itemsize(call.input), layout->shape) != Overlap::kPartial, name, "input");
-      check_apart(overlap(result, result_itemsize, r, itemsize(*call.residual), layout->shape) != Overlap::kPartial, name,
-                  "residual");
+      check_apart(
+          overlap(result, result_itemsize, x, itemsize(call.input), layout->shape) != Overlap::kPartial, name,
+          "input");
+      check_apart(
+          overlap(result, result_itemsize, r, itemsize(*call.residual), layout->shape) != Overlap::kPartial,
+          name, "residual");
       if (call.weight) {
-        const auto distance = static_cast<const char*>(call.weight->data_ptr()) - static_cast<const char*>(result.data);
-        const auto weight_bytes = static_cast<int64_t>(call.weight->numel() * call.weight->stride(0) * call.weight->itemsize());
-        check_apart(distance >= span_bytes(result, layout->shape, result_itemsize) || -distance >= weight_bytes, name, "weight");
+        const auto distance =
+            static_cast<const char*>(call.weight->data_ptr()) - static_cast<const char*>(result.data);
+        const int64_t weight_bytes =
+            ((call.weight->numel() - 1) * call.weight->stride(0) + 1) * itemsize(*call.weight);
+        check_apart(
+            distance >= span_bytes(result, layout->shape, result_itemsize) || -distance >= weight_bytes, name,
+            "weight");
       }
     }
     launch_forward<Backend>(call, *layout, out, nullptr);
@@ -165,19 +182,17 @@ void forward_into(const ForwardCall& call, const at::Tensor& out, const at::Tens
 template <class Backend>
 struct Ops {
   static std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const at::Tensor& residual,
-                                                         const OptionalTensor& weight, double eps, double offset,
-                                                         std::string_view casting_mode,
+                                                         const OptionalTensor& weight, double eps,
+                                                         double offset, std::string_view casting_mode,
                                                          std::optional<at::ScalarType> out_dtype) {
     const ForwardCall call("add_rms_norm", input, &residual, weight, eps, offset, casting_mode);
     auto results = forward<Backend>(call, out_dtype, /*with_rstd=*/false);
     return {std::move(results.out), std::move(results.residual_out)};
   }
 
-  static std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm_forward(const at::Tensor& input,
-                                                                             const at::Tensor& residual,
-                                                                             const OptionalTensor& weight, double eps,
-                                                                             double offset, std::string_view casting_mode,
-                                                                             std::optional<at::ScalarType> out_dtype) {
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm_forward(
+      const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight, double eps,
+      double offset, std::string_view casting_mode, std::optional<at::ScalarType> out_dtype) {
     const ForwardCall call("add_rms_norm", input, &residual, weight, eps, offset, casting_mode);
     auto results = forward<Backend>(call, out_dtype, /*with_rstd=*/true);
     return {std::move(results.out), std::move(results.residual_out), std::move(results.rstd)};
@@ -189,7 +204,8 @@ struct Ops {
     return forward<Backend>(call, out_dtype, /*with_rstd=*/false).out;
   }
 
-  static std::tuple<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& input, const OptionalTensor& weight, double eps,
+  static std::tuple<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& input,
+                                                             const OptionalTensor& weight, double eps,
                                                              double offset, std::string_view casting_mode,
                                                              std::optional<at::ScalarType> out_dtype) {
     const ForwardCall call("rms_norm", input, nullptr, weight, eps, offset, casting_mode);
@@ -197,14 +213,15 @@ struct Ops {
     return {std::move(results.out), std::move(results.rstd)};
   }
 
-  static void add_rms_norm_(const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight, double eps,
-                            double offset, std::string_view casting_mode) {
+  static void add_rms_norm_(const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight,
+                            double eps, double offset, std::string_view casting_mode) {
     const ForwardCall call("add_rms_norm_", input, &residual, weight, eps, offset, casting_mode);
     forward_into<Backend>(call, input, residual);
   }
 
-  static void add_rms_norm_out(const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight, double eps,
-                               double offset, std::string_view casting_mode, const at::Tensor& out,
+  static void add_rms_norm_out(const at::Tensor& input, const at::Tensor& residual,
+                               const OptionalTensor& weight, double eps, double offset,
+                               std::string_view casting_mode, const at::Tensor& out,
                                const at::Tensor& residual_out) {
     const ForwardCall call("add_rms_norm_out", input, &residual, weight, eps, offset, casting_mode);
     check_like_input(call.op, "out", out, input);
@@ -216,14 +233,15 @@ struct Ops {
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm_backward(
       const at::Tensor& grad_out, const OptionalTensor& grad_residual_out, const at::Tensor& residual_out,
-      const at::Tensor& rstd, const OptionalTensor& weight, double eps, double offset, at::ScalarType input_dtype,
-      int64_t output_mask) {
+      const at::Tensor& rstd, const OptionalTensor& weight, double eps, double offset,
+      at::ScalarType input_dtype, int64_t output_mask) {
     const at::Tensor* dh = get(grad_residual_out);
     check_backward(grad_out, dh, residual_out, rstd, get(weight), eps, offset, input_dtype, output_mask);
 
     at::Tensor grad_input, grad_residual, grad_weight;
     if (output_mask & kGradInput) grad_input = empty_like_rows(residual_out, input_dtype);
-    if (output_mask & kGradResidual) grad_residual = empty_like_rows(residual_out, residual_out.scalar_type());
+    if (output_mask & kGradResidual)
+      grad_residual = empty_like_rows(residual_out, residual_out.scalar_type());
     if (output_mask & kGradWeight) grad_weight = at::empty_symint(weight->sym_sizes(), weight->options());
 
     if constexpr (!Backend::kTracing) {

@@ -11,28 +11,35 @@ TORCH_LIBRARY(fused, m) {
       "str casting_mode=\"fp32\", ScalarType? out_dtype=None) -> (Tensor out, Tensor residual_out)",
       tags);
   m.def(
-      "add_rms_norm_(Tensor(a!) input, Tensor(b!) residual, Tensor? weight=None, float eps=1e-6, *, float offset=0.0, "
+      "add_rms_norm_(Tensor(a!) input, Tensor(b!) residual, Tensor? weight=None, float eps=1e-6, *, float "
+      "offset=0.0, "
       "str casting_mode=\"fp32\") -> ()",
       tags);
   m.def(
-      "add_rms_norm_out(Tensor input, Tensor residual, Tensor? weight=None, float eps=1e-6, *, float offset=0.0, "
+      "add_rms_norm_out(Tensor input, Tensor residual, Tensor? weight=None, float eps=1e-6, *, float "
+      "offset=0.0, "
       "str casting_mode=\"fp32\", Tensor(a!) out, Tensor(b!) residual_out) -> ()",
       tags);
   m.def(
-      "rms_norm(Tensor input, Tensor? weight=None, float eps=1e-6, *, float offset=0.0, str casting_mode=\"fp32\", "
+      "rms_norm(Tensor input, Tensor? weight=None, float eps=1e-6, *, float offset=0.0, str "
+      "casting_mode=\"fp32\", "
       "ScalarType? out_dtype=None) -> Tensor",
       tags);
   m.def(
-      "add_rms_norm_forward(Tensor input, Tensor residual, Tensor? weight, float eps, float offset, str casting_mode, "
+      "add_rms_norm_forward(Tensor input, Tensor residual, Tensor? weight, float eps, float offset, str "
+      "casting_mode, "
       "ScalarType? out_dtype) -> (Tensor out, Tensor residual_out, Tensor rstd)",
       tags);
   m.def(
-      "rms_norm_forward(Tensor input, Tensor? weight, float eps, float offset, str casting_mode, ScalarType? out_dtype) "
+      "rms_norm_forward(Tensor input, Tensor? weight, float eps, float offset, str casting_mode, ScalarType? "
+      "out_dtype) "
       "-> (Tensor out, Tensor rstd)",
       tags);
-  // output_mask is an int: DTensor's sharding cache ignores booleans and would mix up frozen and trainable weights.
+  // output_mask is an int: DTensor's sharding cache ignores booleans and would mix up frozen and trainable
+  // weights.
   m.def(
-      "add_rms_norm_backward(Tensor grad_out, Tensor? grad_residual_out, Tensor residual_out, Tensor rstd, Tensor? weight, "
+      "add_rms_norm_backward(Tensor grad_out, Tensor? grad_residual_out, Tensor residual_out, Tensor rstd, "
+      "Tensor? weight, "
       "float eps, float offset, ScalarType input_dtype, int output_mask) "
       "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight)",
       tags);
@@ -56,19 +63,21 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const at::Tensor& residual,
                                                 const OptionalTensor& weight, double eps, double offset,
-                                                std::string_view casting_mode, std::optional<at::ScalarType> out_dtype) {
+                                                std::string_view casting_mode,
+                                                std::optional<at::ScalarType> out_dtype) {
   static const auto op = find<decltype(add_rms_norm)>("fused::add_rms_norm");
   return op.call(input, residual, weight, eps, offset, casting_mode, out_dtype);
 }
 
-void add_rms_norm_(const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight, double eps,
-                   double offset, std::string_view casting_mode) {
+void add_rms_norm_(const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight,
+                   double eps, double offset, std::string_view casting_mode) {
   static const auto op = find<decltype(add_rms_norm_)>("fused::add_rms_norm_");
   op.call(input, residual, weight, eps, offset, casting_mode);
 }
 
-void add_rms_norm_out(const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight, double eps,
-                      double offset, std::string_view casting_mode, const at::Tensor& out, const at::Tensor& residual_out) {
+void add_rms_norm_out(const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight,
+                      double eps, double offset, std::string_view casting_mode, const at::Tensor& out,
+                      const at::Tensor& residual_out) {
   static const auto op = find<decltype(add_rms_norm_out)>("fused::add_rms_norm_out");
   op.call(input, residual, weight, eps, offset, casting_mode, out, residual_out);
 }
@@ -79,28 +88,27 @@ at::Tensor rms_norm(const at::Tensor& input, const OptionalTensor& weight, doubl
   return op.call(input, weight, eps, offset, casting_mode, out_dtype);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm_forward(const at::Tensor& input, const at::Tensor& residual,
-                                                                    const OptionalTensor& weight, double eps, double offset,
-                                                                    std::string_view casting_mode,
-                                                                    std::optional<at::ScalarType> out_dtype) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm_forward(
+    const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight, double eps,
+    double offset, std::string_view casting_mode, std::optional<at::ScalarType> out_dtype) {
   static const auto op = find<decltype(add_rms_norm_forward)>("fused::add_rms_norm_forward");
   return op.call(input, residual, weight, eps, offset, casting_mode, out_dtype);
 }
 
-std::tuple<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& input, const OptionalTensor& weight, double eps,
-                                                    double offset, std::string_view casting_mode,
+std::tuple<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& input, const OptionalTensor& weight,
+                                                    double eps, double offset, std::string_view casting_mode,
                                                     std::optional<at::ScalarType> out_dtype) {
   static const auto op = find<decltype(rms_norm_forward)>("fused::rms_norm_forward");
   return op.call(input, weight, eps, offset, casting_mode, out_dtype);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm_backward(const at::Tensor& grad_out,
-                                                                     const OptionalTensor& grad_residual_out,
-                                                                     const at::Tensor& residual_out, const at::Tensor& rstd,
-                                                                     const OptionalTensor& weight, double eps, double offset,
-                                                                     at::ScalarType input_dtype, int64_t output_mask) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm_backward(
+    const at::Tensor& grad_out, const OptionalTensor& grad_residual_out, const at::Tensor& residual_out,
+    const at::Tensor& rstd, const OptionalTensor& weight, double eps, double offset,
+    at::ScalarType input_dtype, int64_t output_mask) {
   static const auto op = find<decltype(add_rms_norm_backward)>("fused::add_rms_norm_backward");
-  return op.call(grad_out, grad_residual_out, residual_out, rstd, weight, eps, offset, input_dtype, output_mask);
+  return op.call(grad_out, grad_residual_out, residual_out, rstd, weight, eps, offset, input_dtype,
+                 output_mask);
 }
 
 }  // namespace fused

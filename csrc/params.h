@@ -1,4 +1,5 @@
-// What a kernel is told: raw pointers and strides, no torch type, so that CUDA sources compile without torch's headers.
+// What a kernel is told: raw pointers and strides, no torch type, so that CUDA sources compile without
+// torch's headers.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,8 @@ namespace fused {
 enum class DType : int8_t { kHalf, kBFloat16, kFloat, kDouble };
 
 // One tensor seen as rows of cols dense elements. Row r stands at
-// data + (r / inner_rows) * outer_stride + (r % inner_rows) * inner_stride; strides in elements, 64-bit everywhere.
+// data + (r / inner_rows) * outer_stride + (r % inner_rows) * inner_stride; strides in elements, 64-bit
+// everywhere.
 struct Rows {
   void* data = nullptr;  // null: the tensor is absent
   int64_t outer_stride = 0;

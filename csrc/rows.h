@@ -17,8 +17,8 @@ struct RowLayout {
   std::array<Rows, N> tensors;
 };
 
-// Folds the leading dimensions of all tensors (equal sizes; null = absent) together into at most two levels. Nothing where they
-// need more, or where a last dimension is not dense.
+// Folds the leading dimensions of all tensors (equal sizes; null = absent) together into at most two levels.
+// Nothing where they need more, or where a last dimension is not dense.
 template <size_t N>
 std::optional<RowLayout<N>> row_layout(const std::array<const at::Tensor*, N>& tensors) {
   const at::IntArrayRef sizes = tensors[0]->sizes();
@@ -64,7 +64,8 @@ std::optional<RowLayout<N>> row_layout(const std::array<const at::Tensor*, N>& t
   return layout;
 }
 
-// Whether two periodic sets of intervals meet: [0, a_length) and [distance, distance + b_length), each repeated every `period`.
+// Whether two periodic sets of intervals meet: [0, a_length) and [distance, distance + b_length), each
+// repeated every `period`.
 inline bool intervals_meet(int64_t distance, int64_t a_length, int64_t b_length, int64_t period) {
   if (period < a_length || period < b_length) return true;
   const int64_t shift = ((distance % period) + period) % period;
@@ -73,7 +74,8 @@ inline bool intervals_meet(int64_t distance, int64_t a_length, int64_t b_length,
 
 // The span in bytes from a tensor's first element to one past its last.
 inline int64_t span_bytes(const Rows& rows, const Shape& shape, int64_t itemsize) {
-  return ((shape.rows / shape.inner_rows - 1) * rows.outer_stride + (shape.inner_rows - 1) * rows.inner_stride + shape.cols) *
+  return ((shape.rows / shape.inner_rows - 1) * rows.outer_stride +
+          (shape.inner_rows - 1) * rows.inner_stride + shape.cols) *
          itemsize;
 }
 
@@ -90,11 +92,13 @@ inline bool overlaps_itself(const Rows& rows, const Shape& shape) {
 
 enum class Overlap { kNone, kSame, kPartial };
 
-// Exact for tensors with equal strides in bytes (views side by side in one buffer are kNone); with different strides, spans that
-// meet count as kPartial.
-inline Overlap overlap(const Rows& a, int64_t a_itemsize, const Rows& b, int64_t b_itemsize, const Shape& shape) {
+// Exact for tensors with equal strides in bytes (views side by side in one buffer are kNone); with different
+// strides, spans that meet count as kPartial.
+inline Overlap overlap(const Rows& a, int64_t a_itemsize, const Rows& b, int64_t b_itemsize,
+                       const Shape& shape) {
   const auto distance = static_cast<const char*>(b.data) - static_cast<const char*>(a.data);
-  if (distance >= span_bytes(a, shape, a_itemsize) || -distance >= span_bytes(b, shape, b_itemsize)) return Overlap::kNone;
+  if (distance >= span_bytes(a, shape, a_itemsize) || -distance >= span_bytes(b, shape, b_itemsize))
+    return Overlap::kNone;
 
   const int64_t inner = a.inner_stride * a_itemsize, outer = a.outer_stride * a_itemsize;
   const bool same_strides = inner == b.inner_stride * b_itemsize && outer == b.outer_stride * b_itemsize;
@@ -102,7 +106,8 @@ inline Overlap overlap(const Rows& a, int64_t a_itemsize, const Rows& b, int64_t
   if (distance == 0 && a_itemsize == b_itemsize) return Overlap::kSame;
 
   const int64_t a_row = shape.cols * a_itemsize, b_row = shape.cols * b_itemsize;
-  if (inner > 0 && outer % inner == 0 && !intervals_meet(distance, a_row, b_row, inner)) return Overlap::kNone;
+  if (inner > 0 && outer % inner == 0 && !intervals_meet(distance, a_row, b_row, inner))
+    return Overlap::kNone;
   const int64_t block = (shape.inner_rows - 1) * inner;
   if (!intervals_meet(distance, block + a_row, block + b_row, outer)) return Overlap::kNone;
   return Overlap::kPartial;

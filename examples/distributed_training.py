@@ -1,8 +1,8 @@
 """Trains a small decoder on one process or on many: the losses printed are the same.
 
     python examples/distributed_training.py
-    torchrun --nproc-per-node 2 examples/distributed_training.py                       # FSDP2: weights and batch sharded
-    torchrun --nproc-per-node 4 examples/distributed_training.py --tensor-parallel 2   # and tensor parallelism
+    torchrun --nproc-per-node 2 examples/distributed_training.py                      # FSDP2
+    torchrun --nproc-per-node 4 examples/distributed_training.py --tensor-parallel 2  # 2 x 2: FSDP2 and TP
     torchrun --nproc-per-node 2 examples/distributed_training.py --ddp
 
 On GPUs where there are any, else on the CPU. docs/distributed.md explains it.
@@ -51,10 +51,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(HIDDEN, 4 * HIDDEN, bias=False),
-            nn.Linear(4 * HIDDEN, HIDDEN, bias=False),
-        )
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.up(x)))
@@ -83,10 +81,12 @@ class Decoder(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, residual = self.embedding(tokens), None
+        """The loss of predicting each token from those before it."""
+        x, residual = self.embedding(tokens[:, :-1]), None
         for layer in self.layers:
             x, residual = layer(x, residual)
-        return self.head(self.norm(x, residual)[0])
+        logits = self.head(self.norm(x, residual)[0])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class SequenceParallelNorm(ParallelStyle):
@@ -100,7 +100,7 @@ class SequenceParallelNorm(ParallelStyle):
 
 
 def tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
-    """The residual stream is sharded along the sequence (dimension 1); inside a branch, heads and features are."""
+    """Between branches tokens are sharded, along the sequence; inside them, heads and features."""
     tokens = Shard(1)
     branch_in = PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(Replicate(),))
     branch_out = RowwiseParallel(output_layouts=tokens, use_local_output=False)
@@ -141,10 +141,6 @@ def batch(step: int, device: torch.device) -> Tensor:
     return ((first + by * torch.arange(LENGTH + 1)) % VOCABULARY).to(device)
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -176,7 +172,7 @@ def main() -> None:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(args.steps):
-        loss = loss_of(model, batch(step, device).chunk(replicas)[rank])
+        loss = model(batch(step, device).chunk(replicas)[rank])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -77,7 +77,7 @@ def backward(
     weight: Tensor | None,
     offset: float = 0.0,
 ) -> Backward:
-    """The gradients in fp64, on the stored residual_out and the saved rstd, each with what rounding its terms leaves."""
+    """The gradients in fp64, on the stored residual_out and the saved rstd, and the rounding of each."""
     unit = 8 * torch.finfo(rstd.dtype).eps
     h, dy, rstd = residual_out.double(), grad_out.double(), rstd.double().unsqueeze(-1)
     n = h * rstd
@@ -95,11 +95,14 @@ def backward(
 def assert_rounds_to(actual: Tensor, exact: Tensor, name: str, *, error: Tensor | float = 0.0) -> None:
     """``actual`` is ``exact`` (fp64) within one rounding of actual's dtype: the one tolerance of the tests.
 
-    One unit in the last place: half of it for the rounding itself, and the other for arithmetic in fp32 that carries a value over
-    the middle between two neighbours. fp32 and fp64 results, whose arithmetic has no digits to spare, have four units.
-    ``error`` is added to it: what cancellation leaves of the terms' own roundings.
+    One unit in the last place: half of it for the rounding itself, and the other for arithmetic in fp32 that
+    carries a value over the middle between two neighbours. fp32 and fp64 results, whose arithmetic has no
+    digits to spare, have four units. ``error`` is added to it: what cancellation leaves of the terms' own
+    roundings.
     """
-    assert actual.shape == exact.shape, f"{name}: expected shape {tuple(exact.shape)}, got {tuple(actual.shape)}"
+    assert actual.shape == exact.shape, (
+        f"{name}: expected shape {tuple(exact.shape)}, got {tuple(actual.shape)}"
+    )
     if actual.numel() == 0:
         return
     info = torch.finfo(actual.dtype)
@@ -112,6 +115,7 @@ def assert_rounds_to(actual: Tensor, exact: Tensor, name: str, *, error: Tensor 
         worst = int(torch.where(agrees, -torch.inf, deviation.nan_to_num(nan=torch.inf)).argmax())
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), actual.shape))
         raise AssertionError(
-            f"{name}: {int((~agrees).sum())} of {actual.numel()} elements are off; worst at {index}: expected "
-            f"{float(exact.flatten()[worst]):.9g}, got {float(actual.flatten()[worst]):.9g} ({actual.dtype})"
+            f"{name}: {int((~agrees).sum())} of {actual.numel()} elements are off; worst at {index}: "
+            f"expected {float(exact.flatten()[worst]):.9g}, got {float(actual.flatten()[worst]):.9g} "
+            f"({actual.dtype})"
         )

@@ -41,7 +41,10 @@ def overlapping(device: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return {
         "the same": (rows[:, :COLS], rows[:, :COLS]),
         "a row further": (rows[:ROWS, :COLS], rows[1 : ROWS + 1, :COLS]),
-        "an element further": (buffer[: ROWS * COLS].view(ROWS, COLS), buffer[1 : ROWS * COLS + 1].view(ROWS, COLS)),
+        "an element further": (
+            buffer[: ROWS * COLS].view(ROWS, COLS),
+            buffer[1 : ROWS * COLS + 1].view(ROWS, COLS),
+        ),
         "columns that meet": (rows[:, :50], rows[:, 49:99]),
         "rows of other strides": (rows[:4, :40], buffer[200:360].view(4, 40)),
     }
@@ -82,6 +85,16 @@ def test_results_over_the_weight_are_refused(device):
         fused.add_rms_norm_(buffer[:2], torch.randn(2, 8, device=device), buffer[1])
 
 
+def test_a_strided_weight_overlaps_only_where_it_lies(device):
+    buffer = torch.randn(4, 8, device=device)
+    with pytest.raises(RuntimeError, match="expected out and weight not to overlap"):
+        fused.add_rms_norm_(buffer[:2], torch.randn(2, 8, device=device), buffer[0, :1].expand(8))
+    weight, out = buffer.view(-1)[0:16:2], buffer.view(-1)[15:31].view(2, 8)  # ends where out begins
+    x, r, w = torch.randn(2, 8, device=device), torch.randn(2, 8, device=device), weight.clone()
+    fused.add_rms_norm(x, r, weight, out=(out, torch.empty_like(r)))
+    assert torch.equal(out, fused.add_rms_norm(x, r, w)[0])
+
+
 def test_rows_that_share_memory_are_refused_as_results(device):
     x, r = torch.randn(4, 8, device=device), torch.randn(8, device=device).expand(4, 8)
     with pytest.raises(RuntimeError, match="expected rows that do not share memory"):
@@ -94,7 +107,12 @@ def test_rows_that_share_memory_are_refused_as_results(device):
 def test_neighbours_in_one_buffer_do_not_overlap(device):
     """Columns side by side, halves and interleaved rows share a buffer and no element."""
     qk = torch.randn(6, 2, 40, device=device)
-    pairs = [(qk[:, 0], qk[:, 1]), (qk[:3, 0], qk[3:, 0]), (qk[::2, 0], qk[1::2, 0]), (qk[:, :, :20], qk[:, :, 20:])]
+    pairs = [
+        (qk[:, 0], qk[:, 1]),
+        (qk[:3, 0], qk[3:, 0]),
+        (qk[::2, 0], qk[1::2, 0]),
+        (qk[:, :, :20], qk[:, :, 20:]),
+    ]
     for x, r in pairs:
         expected = fused.add_rms_norm(x.clone(), r.clone())
         fused.add_rms_norm_(x, r)

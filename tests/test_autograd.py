@@ -44,7 +44,11 @@ def test_any_subset_of_inputs_and_results(device, needs, loss):
     a, b = torch.randn(2, 3, 11, device=device).double(), torch.randn(2, 3, 11, device=device).double()
 
     def total(out, h):
-        return {"out": (out * a).sum(), "residual_out": (h * b).sum(), "both": (out * a).sum() + (h * b).sum()}[loss]
+        return {
+            "out": (out * a).sum(),
+            "residual_out": (h * b).sum(),
+            "both": (out * a).sum() + (h * b).sum(),
+        }[loss]
 
     def plain(x, r, w):
         h = x + r
@@ -103,7 +107,11 @@ def test_grad_weight_adds_in_fp32(device, dtype):
 
 @pytest.mark.parametrize("argument", range(3))
 def test_in_place_forms_raise_where_a_gradient_would_be_lost(device, argument):
-    tensors = [torch.randn(3, 8, device=device), torch.randn(3, 8, device=device), torch.randn(8, device=device)]
+    tensors = [
+        torch.randn(3, 8, device=device),
+        torch.randn(3, 8, device=device),
+        torch.randn(8, device=device),
+    ]
     before = [t.clone() for t in tensors]
     tensors[argument].requires_grad_()
     fresh = torch.empty(3, 8, device=device), torch.empty(3, 8, device=device)

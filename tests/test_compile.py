@@ -94,7 +94,7 @@ def test_no_recompilation_over_a_sweep_of_row_counts(device):
 
 
 def test_sizes_become_dynamic_of_themselves(device):
-    """One recompilation when the row count first changes, none after; a new size of the last dimension is one more."""
+    """One recompilation when the row count first changes, none after."""
     compiled = torch.compile(lambda *args: fused.add_rms_norm(*args), fullgraph=True, backend="eager")
     for rows in (5, 6):
         compiled(*inputs(device, torch.float32, rows))
@@ -176,6 +176,8 @@ def test_reduce_overhead(in_place):
             expected = model(*(arg.clone() for arg in args))
             torch.compiler.cudagraph_mark_step_begin()
             assert_same_bits([t.clone() for t in compiled(*args)], list(expected))
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    assert in_place or skipped == 0  # torch makes no graph of a model that overwrites an argument of its own
 
 
 @pytest.mark.gpu

@@ -22,7 +22,8 @@ FORWARD = {
     ),
     "no columns": (
         {"input": make((3, 0))},
-        "{op}: expected input with at least one dimension and a last dimension of at least 1, got shape [3, 0]",
+        "{op}: expected input with at least one dimension and a last dimension of at least 1, "
+        "got shape [3, 0]",
     ),
     "integer input": (
         {"input": make(dtype=torch.int64)},
@@ -111,8 +112,14 @@ OUT = {
     "device of out": ({"out": make().to("meta")}, "{op}: expected out on input's device cpu, got meta"),
 }
 BACKWARD = {
-    "shape of grad_out": ({"grad_out": make((2, 8))}, "expected grad_out of input's shape [3, 8], got [2, 8]"),
-    "dtype of grad_out": ({"grad_out": make(dtype=f16)}, "expected grad_out of dtype float32 or float32, got float16"),
+    "shape of grad_out": (
+        {"grad_out": make((2, 8))},
+        "expected grad_out of input's shape [3, 8], got [2, 8]",
+    ),
+    "dtype of grad_out": (
+        {"grad_out": make(dtype=f16)},
+        "expected grad_out of dtype float32 or float32, got float16",
+    ),
     "dtype of grad_residual_out": (
         {"grad_residual_out": make(dtype=f16)},
         "expected grad_residual_out of residual_out's dtype float32, got float16",
@@ -121,7 +128,10 @@ BACKWARD = {
         {"input_dtype": torch.float64},
         "expected input_dtype of residual_out's dtype float32 or a 16-bit one, got float64",
     ),
-    "dtype of rstd": ({"rstd": make((3,), f16)}, "expected rstd of the accumulation dtype float32, got float16"),
+    "dtype of rstd": (
+        {"rstd": make((3,), f16)},
+        "expected rstd of the accumulation dtype float32, got float16",
+    ),
     "shape of rstd": ({"rstd": make((4,))}, "expected a contiguous rstd of shape [3], got [4]"),
     "output_mask": ({"output_mask": 8}, "expected output_mask of bits 1, 2 and 4, got 8"),
     "no weight": ({"weight": None}, "expected a weight where its gradient is asked for, got none"),
@@ -139,8 +149,8 @@ CASES = (
 def good_arguments(op: str) -> dict:
     if op == "add_rms_norm_backward":
         return {
-            "grad_out": make(), "grad_residual_out": make(), "residual_out": make(), "rstd": make((3,)), "weight": make((8,)),
-            "eps": 1e-6, "offset": 0.0, "input_dtype": f32, "output_mask": 5,
+            "grad_out": make(), "grad_residual_out": make(), "residual_out": make(), "rstd": make((3,)),
+            "weight": make((8,)), "eps": 1e-6, "offset": 0.0, "input_dtype": f32, "output_mask": 5,
         }  # fmt: skip
     arguments = {"input": make(), "weight": make((8,)), "eps": 1e-6, "offset": 0.0, "casting_mode": "fp32"}
     if op != "rms_norm":
@@ -150,11 +160,15 @@ def good_arguments(op: str) -> dict:
     return arguments
 
 
-@pytest.mark.parametrize(("op", "name", "case"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("op", "name", "case"), CASES, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_message(op, name, case):
     wrong, message = case
     arguments = good_arguments(op) | wrong
-    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"}
+    before = {
+        k: v.clone() for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"
+    }
     with pytest.raises(RuntimeError, match=re.escape(message.format(op=op))) as raised:
         getattr(torch.ops.fused, op)(**arguments)
     assert op in str(raised.value)

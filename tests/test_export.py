@@ -1,4 +1,4 @@
-"""torch.export and AOTInductor: the operator is a node of the graph, which runs in another process, or in plain ATen."""
+"""torch.export and AOTInductor: the operators are nodes of a graph that runs elsewhere, or are decomposed."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def formula_and_kernel(
 @pytest.mark.parametrize("casting_mode", CASTING_MODES)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_decompositions_round_as_the_kernels(device, dtypes, casting_mode):
-    """Strides, dtypes and roundings: only the order of a sum differs, by which few results round to the other side."""
+    """Same strides, dtypes, roundings: only the order of a sum differs, so few results round another way."""
     x, r = (torch.randn(3, 4, 64, device=device).to(dtype).transpose(0, 1) for dtype in dtypes[:2])
     w = torch.randn(64, device=device).to(dtypes[0])
     ops, (out_dtype, mask) = torch.ops.fused, (dtypes[2], 5 if x.dtype == r.dtype else 7)

@@ -37,7 +37,9 @@ def test_every_dtype_mix_in_every_form(device, dtypes, casting_mode, weight_dtyp
     assert fused.add_rms_norm(x, r, w, 1e-5, out=into, **options) is into
     assert torch.equal(into[0], out) and torch.equal(into[1], residual_out)
 
-    again, again_h, rstd = torch.ops.fused.add_rms_norm_forward(x, r, w, 1e-5, offset, casting_mode, out_dtype)
+    again, again_h, rstd = torch.ops.fused.add_rms_norm_forward(
+        x, r, w, 1e-5, offset, casting_mode, out_dtype
+    )
     assert torch.equal(again, out) and torch.equal(again_h, residual_out)
     assert_rounds_to(rstd, exact.rstd, "rstd")
 
@@ -66,7 +68,9 @@ def test_rms_norm_is_the_norm_of_a_sum_with_zero(device, dtype, casting_mode):
     ],
 )
 def test_close_to_torch(device, dtype, tolerance):
-    """The plain form of the rule: allclose to add and F.rms_norm in fp32; one unit in the last place for bf16."""
+    """The plain form of the rule: allclose to add and F.rms_norm in fp32; one unit in the last place for
+    bf16.
+    """
     x, r, w = (torch.randn(*shape, device=device).to(dtype) for shape in ((64, 1024), (64, 1024), (1024,)))
     expected = torch.nn.functional.rms_norm(x.float() + r.float(), (1024,), w.float(), 1e-6).to(dtype)
     torch.testing.assert_close(fused.add_rms_norm(x, r, w)[0], expected, **tolerance)
@@ -126,12 +130,20 @@ def test_fp16_squares_and_products_do_not_overflow(device):
 
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (2, 1, 3, 2, 7), (1, 1), (1,)])
 def test_any_rank(device, shape):
-    x, r, w = torch.randn(*shape, device=device), torch.randn(*shape, device=device), torch.randn(shape[-1], device=device)
+    x, r, w = (
+        torch.randn(*shape, device=device),
+        torch.randn(*shape, device=device),
+        torch.randn(shape[-1], device=device),
+    )
     check(*fused.add_rms_norm(x, r, w), forward(x, r, w, 1e-6))
 
 
 def test_arguments_stay_as_they_were(device):
-    x, r, w = torch.randn(3, 70, device=device), torch.randn(3, 70, device=device), torch.randn(70, device=device)
+    x, r, w = (
+        torch.randn(3, 70, device=device),
+        torch.randn(3, 70, device=device),
+        torch.randn(70, device=device),
+    )
     before = [t.clone() for t in (x, r, w)]
     out, h = fused.add_rms_norm(x, r, w)
     assert all(torch.equal(a, b) for a, b in zip((x, r, w), before, strict=True))

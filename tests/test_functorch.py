@@ -64,15 +64,17 @@ def test_transform(device, transform):
 @pytest.mark.parametrize("residual_dim", [None, 0, 2, -1])
 @pytest.mark.parametrize("input_dim", [0, 1, -1])
 def test_vmap_of_any_dimension(device, input_dim, residual_dim, weight_dim):
-    """Bit for bit what a loop over the samples gives where the kernel is kept; to rounding where each has a weight."""
+    """Bit for bit what a loop over the samples gives where the kernel is kept, else to rounding."""
     samples = [arguments(device) for _ in range(5)]
     dims = (input_dim, residual_dim, weight_dim)
     stacked = [
         values[0] if dim is None else torch.stack(values, dim)
         for values, dim in zip(zip(*samples, strict=True), dims, strict=True)
     ]
-    loop = [call(*(t[0] if dim is None else t[i] for t, dim in zip(zip(*samples, strict=True), dims, strict=True)))
-            for i in range(5)]  # fmt: skip
+    loop = [
+        call(*(samples[0 if dim is None else i][position] for position, dim in enumerate(dims)))
+        for i in range(5)
+    ]
     for actual, expected in zip(vmap(call, dims)(*stacked), zip(*loop, strict=True), strict=True):
         rtol = 0 if weight_dim is None else 1e-14
         torch.testing.assert_close(actual, torch.stack(expected), rtol=rtol, atol=rtol)
@@ -205,6 +207,6 @@ def test_in_place_forms_refuse_transforms(device):
     before = x.clone()
     with pytest.raises(RuntimeError):
         vmap(lambda x, r: fused.add_rms_norm_(x, r, w))(x, r)
-    with pytest.raises(RuntimeError, match="carries a tangent|requires grad"):
+    with pytest.raises(RuntimeError, match="that requires grad or carries a tangent"):
         jvp(lambda x: fused.add_rms_norm_(x, r, w), (x,), (x,))
     assert torch.equal(x, before)

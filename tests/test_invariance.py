@@ -15,7 +15,9 @@ HIDDEN = [24, 100, 576, 1536, 4096, 4097, 5120, 8192, 16384, 65536]
 BATCHES = {"cpu": [1, 2, 16, 70], "cuda": [1, 2, 16, 64, 255, 256, 4096]}
 
 
-def problem(device: str, rows: int, cols: int, dtype: torch.dtype, residual_dtype: torch.dtype) -> tuple[Tensor, ...]:
+def problem(
+    device: str, rows: int, cols: int, dtype: torch.dtype, residual_dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     x = torch.randn(rows, cols, device=device).to(dtype)
     r = torch.randn(rows, cols, device=device).to(residual_dtype)
     return x, r, torch.randn(cols, device=device).to(dtype)
@@ -87,12 +89,17 @@ def test_grad_weight_does_not_depend_on_the_threads():
             results.append(torch.ops.fused.add_rms_norm_backward(x, r, h, rstd, w, 1e-6, 0.0, x.dtype, 5))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for other in results for a, b in zip(other[::2], results[0][::2], strict=True))
+    assert all(
+        torch.equal(a, b) for other in results for a, b in zip(other[::2], results[0][::2], strict=True)
+    )
 
 
 def seconds_of_each_thread() -> dict[str, float]:
     """The time that each of the process's threads has been on a core."""
-    return {task.name: int((task / "schedstat").read_text().split()[0]) / 1e9 for task in Path("/proc/self/task").iterdir()}
+    return {
+        task.name: int((task / "schedstat").read_text().split()[0]) / 1e9
+        for task in Path("/proc/self/task").iterdir()
+    }
 
 
 def test_cpu_kernels_run_in_parallel():

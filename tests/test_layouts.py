@@ -14,9 +14,11 @@ SENTINEL = 12345.0  # exact in every dtype but bf16 and fp16, where its rounding
 
 
 def placed(values: Tensor, *, offset: int = 0, pad: int = 0) -> Tensor:
-    """The values of a matrix in a larger buffer of sentinels, `offset` elements in, with `pad` elements between rows."""
+    """The matrix in a larger buffer of sentinels, `offset` elements in, with `pad` elements between rows."""
     rows, cols = values.shape
-    buffer = torch.full((offset + rows * (cols + pad) + 64,), SENTINEL, dtype=values.dtype, device=values.device)
+    buffer = torch.full(
+        (offset + rows * (cols + pad) + 64,), SENTINEL, dtype=values.dtype, device=values.device
+    )
     view = buffer.as_strided((rows, cols), (cols + pad, 1), offset)
     view.copy_(values)
     return view
@@ -29,7 +31,9 @@ def assert_only_rows_written(view: Tensor) -> None:
     assert torch.equal(buffer, torch.full_like(buffer, SENTINEL)), "written outside the rows"
 
 
-def problem(cols: int, dtype: torch.dtype, device: str, residual_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+def problem(
+    cols: int, dtype: torch.dtype, device: str, residual_dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     x, w = torch.randn(5, cols, device=device).to(dtype), torch.randn(cols, device=device).to(dtype)
     return x, torch.randn(5, cols, device=device).to(residual_dtype or dtype), w
 
@@ -38,14 +42,19 @@ PLACES = [{"offset": 1}, {"offset": 3, "pad": 1}, {"pad": 8}, {"pad": 3}, {"offs
 
 
 @pytest.mark.parametrize("cols", [7, 64, 257, 576, 1200, 4096, 4097, 8191, 20001])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str
+)
 def test_each_tensor_at_an_odd_place_in_turn(device, cols, dtypes):
     x, r, w = problem(cols, dtypes[0], device, dtypes[1])
     expected, expected_h = fused.add_rms_norm(x, r, w)
     for place, moved in itertools.product(PLACES, range(5)):
         args = [placed(t, **place) if i == moved else t for i, t in enumerate((x, r))]
         weight = torch.cat([w[:1], w])[1:] if moved == 2 else w
-        outs = [placed(torch.zeros_like(t), **place) if i == moved else torch.empty_like(t) for i, t in enumerate((x, r), 3)]
+        outs = [
+            placed(torch.zeros_like(t), **place) if i == moved else torch.empty_like(t)
+            for i, t in enumerate((x, r), 3)
+        ]
         out, h = fused.add_rms_norm(*args, weight, out=tuple(outs))
         assert torch.equal(out, expected) and torch.equal(h, expected_h), (place, moved)
         if moved >= 3:
@@ -68,9 +77,11 @@ def test_in_place_through_its_own_strides(device, cols, dtype):
 
 
 @pytest.mark.parametrize("cols", [7, 257, 1200, 4096, 4097, 12295])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str
+)
 def test_gradients_at_odd_places(device, cols, dtypes):
-    """grad_weight adds rows in an order of its own on each kernel path; grad_input may not differ by a bit."""
+    """grad_weight adds rows in its own order on each kernel path; grad_input may not differ by a bit."""
     x, r, w = problem(cols, dtypes[0], device, dtypes[1])
     _, h, rstd = torch.ops.fused.add_rms_norm_forward(x, r, w, 1e-6, 0.0, "fp32", None)
     dy, dh = torch.randn_like(x), torch.randn_like(r)
@@ -154,13 +165,19 @@ def test_gradients_that_arrive_expanded_transposed_or_sliced(device):
     out, h = fused.add_rms_norm(x, r, w)
     for (_, dy), (_, dh) in itertools.product(grads.items(), grads.items()):
         actual = torch.autograd.grad((out, h), (x, r, w), (dy, dh), retain_graph=True)
-        expected = torch.autograd.grad((out, h), (x, r, w), (dy.contiguous(), dh.contiguous()), retain_graph=True)
+        expected = torch.autograd.grad(
+            (out, h), (x, r, w), (dy.contiguous(), dh.contiguous()), retain_graph=True
+        )
         for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b)
 
 
 def test_strided_weight(device):
-    x, r, w = torch.randn(4, 32, device=device), torch.randn(4, 32, device=device), torch.randn(64, device=device)[::2]
+    x, r, w = (
+        torch.randn(4, 32, device=device),
+        torch.randn(4, 32, device=device),
+        torch.randn(64, device=device)[::2],
+    )
     assert torch.equal(fused.add_rms_norm(x, r, w)[0], fused.add_rms_norm(x, r, w.contiguous())[0])
     w = torch.randn(1, device=device).expand(32).requires_grad_()
     fused.add_rms_norm(x, r, w)[0].sum().backward()

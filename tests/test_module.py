@@ -62,8 +62,10 @@ def test_copies_saves_and_loads():
     x, r = torch.randn(3, 16), torch.randn(3, 16)
     for other in (copy.deepcopy(norm), torch.load(buffer, weights_only=False), fresh):
         assert torch.equal(other(x, r)[0], norm(x, r)[0])
-        assert repr(other) == repr(norm) == (
-            "AddRMSNorm(16, eps=0.0001, offset=1.0, casting_mode='llama', elementwise_affine=True)"
+        assert (
+            repr(other)
+            == repr(norm)
+            == ("AddRMSNorm(16, eps=0.0001, offset=1.0, casting_mode='llama', elementwise_affine=True)")
         )
 
 

@@ -1,4 +1,4 @@
-"""Every operator keeps the contract of a PyTorch operator: schema, autograd registration, fake tensors, AOTAutograd."""
+"""Every operator keeps the contract of one: schema, autograd registration, fake tensors, AOTAutograd."""
 
 from __future__ import annotations
 
@@ -106,6 +106,6 @@ def test_backward_of_every_subset(device, mask):
         check(ops.add_rms_norm_backward, *leaves[:3], rstd, w, 1e-5, 0.0, x.dtype, mask)
 
 
-def test_backward_gives_zeros_for_no_rows(device):
+def test_no_rows(device):
     x, w = torch.randn(0, COLS, device=device), torch.randn(COLS, device=device)
     check_functional(needing_grad([x, x, w], (True,) * 3))

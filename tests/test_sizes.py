@@ -12,7 +12,9 @@ HIDDEN = [1, 2, 7, 8, 63, 64, 127, 128, 256, 257, 512, 576, 1536, 2880, 4096, 51
 LONG = [12288, 16384, 32768, 65535, 65536, 65537, 131072, 262144, 262152, 300001]
 
 
-def check(rows: int, cols: int, dtype: torch.dtype, device: str, residual_dtype: torch.dtype | None = None) -> None:
+def check(
+    rows: int, cols: int, dtype: torch.dtype, device: str, residual_dtype: torch.dtype | None = None
+) -> None:
     x, w = torch.randn(rows, cols, device=device).to(dtype), torch.randn(cols, device=device).to(dtype)
     r = torch.randn(rows, cols, device=device).to(residual_dtype or dtype)
     dy, dh = torch.randn_like(x), torch.randn_like(r)

@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <atomic>
+#include <mutex>
 
 #include "cuda/backward.h"
 #include "cuda/forward.h"
@@ -20,9 +21,12 @@ constexpr int kVectorBytes = 16;
 int itemsize(DType dtype) {
   switch (dtype) {
     case DType::kHalf:
-    case DType::kBFloat16: return 2;
-    case DType::kFloat: return 4;
-    case DType::kDouble: return 8;
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat:
+      return 4;
+    case DType::kDouble:
+      return 8;
   }
   return 0;
 }
@@ -32,16 +36,21 @@ const Gpu& gpu_of(c10::DeviceIndex device) {
   constexpr int kMaxDevices = 64;
   static Gpu gpus[kMaxDevices];
   static std::atomic<bool> known[kMaxDevices];
-  TORCH_CHECK(device < kMaxDevices, "fused_add_rms_norm: expected a device index below ", kMaxDevices, ", got ", device);
-  if (!known[device].load(std::memory_order_acquire)) {
+  static std::mutex finding_out;
+  TORCH_CHECK(device < kMaxDevices, "fused_add_rms_norm: expected a device index below ", kMaxDevices,
+              ", got ", device);
+  if (known[device].load(std::memory_order_acquire)) return gpus[device];
+  const std::lock_guard<std::mutex> lock(finding_out);
+  if (!known[device].load(std::memory_order_relaxed)) {
     const cudaDeviceProp* properties = at::cuda::getDeviceProperties(device);
     int target = 0;
     const cudaError_t error = cuda::kernel_target(&target);
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
       (void)cudaGetLastError();
-      TORCH_CHECK(false, "fused_add_rms_norm: expected a build for compute capability ", properties->major, ".",
-                  properties->minor, " (", properties->name, "), got one without it; rebuild with TORCH_CUDA_ARCH_LIST=",
-                  properties->major, ".", properties->minor);
+      TORCH_CHECK(false, "fused_add_rms_norm: expected a build for compute capability ", properties->major,
+                  ".", properties->minor, " (", properties->name,
+                  "), got one without it; rebuild with TORCH_CUDA_ARCH_LIST=", properties->major, ".",
+                  properties->minor);
     }
     C10_CUDA_CHECK(error);
     Gpu& gpu = gpus[device];
@@ -54,7 +63,7 @@ const Gpu& gpu_of(c10::DeviceIndex device) {
         (void)cudaGetLastError();
       }
     }
-    known[device].store(true, std::memory_order_release);  // threads that raced wrote the same values
+    known[device].store(true, std::memory_order_release);
   }
   return gpus[device];
 }
@@ -88,8 +97,10 @@ struct Cuda {
                                          {&p.residual, p.residual_dtype},
                                          {&p.out, p.out_dtype},
                                          {&p.residual_out, p.residual_dtype}}});
-    const auto config = cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows, aligned, gpu);
-    C10_CUDA_CHECK(cuda::launch_forward(p, config, aligned, gpu, device, c10::cuda::getCurrentCUDAStream(device)));
+    const auto config =
+        cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows, aligned, gpu);
+    C10_CUDA_CHECK(
+        cuda::launch_forward(p, config, aligned, gpu, device, c10::cuda::getCurrentCUDAStream(device)));
   }
 
   static void backward(const BackwardParams& p, const at::Tensor& residual_out) {
@@ -105,9 +116,12 @@ struct Cuda {
                                          {&p.grad_input, p.input_dtype},
                                          {&p.grad_residual, p.residual_dtype}}});
     const bool ring = gpu.hopper && p.input_dtype != DType::kDouble;
-    const auto vector_bytes = [&](DType dtype) { return static_cast<int>(vector_elements) * itemsize(dtype); };
-    const auto config = cuda::backward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
-                                              vector_bytes(p.out_dtype), vector_bytes(p.residual_dtype), aligned, ring, gpu);
+    const auto vector_bytes = [&](DType dtype) {
+      return static_cast<int>(vector_elements) * itemsize(dtype);
+    };
+    const auto config =
+        cuda::backward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
+                              vector_bytes(p.out_dtype), vector_bytes(p.residual_dtype), aligned, ring, gpu);
 
     at::Tensor partials;
     const int64_t partial_rows = cuda::partial_rows(config, p.shape.rows, gpu);
@@ -119,7 +133,8 @@ struct Cuda {
     C10_CUDA_CHECK(config.kernel == cuda::BackwardKernel::kRing
                        ? cuda::launch_backward_ring(p, config, partial_data, aligned, gpu, device, stream)
                        : cuda::launch_backward(p, config, partial_data, aligned, gpu, device, stream));
-    if (p.grad_weight) C10_CUDA_CHECK(cuda::launch_finish_grad_weight(p, partial_data, partial_rows, gpu, device, stream));
+    if (p.grad_weight)
+      C10_CUDA_CHECK(cuda::launch_finish_grad_weight(p, partial_data, partial_rows, gpu, device, stream));
   }
 };
 

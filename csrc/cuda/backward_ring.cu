@@ -1,11 +1,13 @@
 // Backward for Hopper. One block an SM stays for the whole launch; its teams of threads work
-// on rows of their own. A team has a ring of stages in shared memory; a stage holds grad_out, residual_out and grad_residual_out of a
-// row (of this block's columns, where a cluster shares the row) and is filled by bulk
-// copies, so that rows are on their way while one is worked on. A row that does not start on 16 bytes is copied with the 16-byte
-// blocks around it, and lies in shared memory as far from 16 bytes as in global memory.
+// on rows of their own. A team has a ring of stages in shared memory; a stage holds grad_out, residual_out
+// and grad_residual_out of a row (of this block's columns, where a cluster shares the row) and is filled by
+// bulk copies, so that rows are on their way while one is worked on. A row that does not start on 16 bytes is
+// copied with the 16-byte blocks around it, and lies in shared memory as far from 16 bytes as in global
+// memory.
 //
-// A row is finished one iteration after its sum was formed: neither the team's nor the cluster's exchange is waited for. A stage is
-// given back a barrier later than it was last read, so three stages are the least that make progress.
+// A row is finished one iteration after its sum was formed: neither the team's nor the cluster's exchange is
+// waited for. A stage is given back a barrier later than it was last read, so three stages are the least that
+// make progress.
 #include "cuda/backward.cuh"
 #include "cuda/backward.h"
 #include "cuda/hopper.cuh"
@@ -19,25 +21,31 @@ namespace {
 
 constexpr int kWantsGradInput = 1, kWantsGradWeight = 2;
 
-// Wants: kWantsGradInput (grad_input and, under an fp32 residual, grad_residual), kWantsGradWeight. What the shape decides is
-// settled before the loop over rows: within it, a vector beyond the row's end is computed like the others, on whatever shared memory
-// holds, and left out of the sum and of the stores, so that the vectors' loads and arithmetic interleave.
+// Wants: kWantsGradInput (grad_input and, under an fp32 residual, grad_residual), kWantsGradWeight. What the
+// shape decides is settled before the loop over rows: within it, a vector beyond the row's end is computed
+// like the others, on whatever shared memory holds, and left out of the sum and of the stores, so that the
+// vectors' loads and arithmetic interleave.
 template <class T, class R, class O, class W, int V, int MaxThreads, int Wants, bool Aligned>
 __global__ void __launch_bounds__(MaxThreads)
-    backward_in_a_ring(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardConfig config,
-                       const __grid_constant__ SumLayout sum_layout, const __grid_constant__ RingLayout layout, float* partials) {
-  constexpr int N = kVectorElements<T>, kStride = kWarp * N;  // columns from one of a thread's vectors to the next
+    backward_in_a_ring(const __grid_constant__ BackwardParams p,
+                       const __grid_constant__ BackwardConfig config,
+                       const __grid_constant__ SumLayout sum_layout,
+                       const __grid_constant__ RingLayout layout, float* partials) {
+  constexpr int N = kVectorElements<T>,
+                kStride = kWarp * N;  // columns from one of a thread's vectors to the next
   constexpr bool kWantsInput = Wants & kWantsGradInput, kWantsWeight = Wants & kWantsGradWeight;
   extern __shared__ __align__(128) unsigned char shared[];
 
   // threadIdx.x counts within a team, which has a row to itself.
   const int team = threadIdx.y, lane = threadIdx.x % kWarp, stages = config.stages;
-  const int threads = config.threads, cluster = config.cluster, warps = threads / kWarp;  // of a row and block
+  const int threads = config.threads, cluster = config.cluster,
+            warps = threads / kWarp;                                                  // of a row and block
   const int warp = (cluster > 1 ? cluster_rank() * warps : 0) + threadIdx.x / kWarp;  // of the row
   const int slice = V * threads * N, slice_col = warp / warps * slice, cols = static_cast<int>(p.shape.cols);
   const int slice_cols = max(0, min(slice, cols - slice_col));  // this block's columns
   const int col_of_slice = (threadIdx.x / kWarp * V * kWarp + lane) * N;
-  const bool has_dh = kWantsInput && p.grad_residual_out.data != nullptr, has_weight = p.weight.data != nullptr;
+  const bool has_dh = kWantsInput && p.grad_residual_out.data != nullptr,
+             has_weight = p.weight.data != nullptr;
   const float inverse_cols = 1.0f / static_cast<float>(cols), offset = static_cast<float>(p.offset);
   const auto remaining = [&](int v) { return slice_cols - col_of_slice - v * kStride; };
   // Aligned, a vector is inside or outside as a whole, and those outside are read too.
@@ -52,7 +60,8 @@ __global__ void __launch_bounds__(MaxThreads)
     TransactionBarrier::fence_init();
   }
   if (kWantsInput && !has_dh) {  // read as zeros
-    for (int at = threadIdx.x * kBlockBytes; at < stages * layout.stage_bytes; at += blockDim.x * kBlockBytes) {
+    for (int at = threadIdx.x * kBlockBytes; at < stages * layout.stage_bytes;
+         at += blockDim.x * kBlockBytes) {
       *reinterpret_cast<uint4*>(ring + at) = {};
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -69,7 +78,8 @@ __global__ void __launch_bounds__(MaxThreads)
   // Teams of different SMs before those of one, so that no SM has two rows more than another.
   const int64_t clusters = gridDim.x / cluster, step = clusters * config.teams;
   const int64_t first_row = blockIdx.x / cluster + team * clusters;
-  const int iterations = first_row < p.shape.rows ? static_cast<int>((p.shape.rows - first_row + step - 1) / step) : 0;
+  const int iterations =
+      first_row < p.shape.rows ? static_cast<int>((p.shape.rows - first_row + step - 1) / step) : 0;
 
   // By all lanes of the team's first warp, of which three copy a tensor each.
   const auto fill = [&](int64_t row, int stage) {
@@ -78,8 +88,9 @@ __global__ void __launch_bounds__(MaxThreads)
     const int item = is_dy ? sizeof(O) : sizeof(R), place = is_dy ? 0 : lane == 1 ? layout.h : layout.dh;
     if (lane < (has_dh ? 3 : 2) && slice_cols > 0) {
       const RowIndex index(p.shape, row);
-      const auto* source = static_cast<const char*>(from.data) +
-                           (index.outer * from.outer_stride + index.inner * from.inner_stride + slice_col) * item;
+      const auto* source =
+          static_cast<const char*>(from.data) +
+          (index.outer * from.outer_stride + index.inner * from.inner_stride + slice_col) * item;
       const int shift = Aligned ? 0 : misalignment(source);
       const int bytes = (shift + slice_cols * item + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
       filled[stage].expect(bytes);
@@ -96,7 +107,8 @@ __global__ void __launch_bounds__(MaxThreads)
     return reinterpret_cast<const O*>(at + shift) + col_of_slice;
   };
   const auto h_in = [&](const unsigned char* at, const Rows& tensor, const RowIndex& row) {
-    const int shift = Aligned || tensor.data == nullptr ? 0 : misalignment(row_of<const R>(tensor, row) + slice_col);
+    const int shift =
+        Aligned || tensor.data == nullptr ? 0 : misalignment(row_of<const R>(tensor, row) + slice_col);
     return reinterpret_cast<const R*>(at + shift) + col_of_slice;
   };
   int stage = 0, phase = 0;  // of this iteration
@@ -140,7 +152,8 @@ __global__ void __launch_bounds__(MaxThreads)
       if constexpr (kWantsInput) {
         const int slot = (i - 1) % kSumSlots;
         if (cluster > 1) exchanged[slot].wait((i - 1) / kSumSlots);
-        projection = mean_projection(add_warp_sums<V>(sums + slot * sum_layout.warps, sum_layout, lane), rstd, inverse_cols);
+        projection = mean_projection(add_warp_sums<V>(sums + slot * sum_layout.warps, sum_layout, lane), rstd,
+                                     inverse_cols);
       }
       const RowIndex index(p.shape, row - step);
       T* grad_input = row_of<T>(p.grad_input, index) + slice_col + col_of_slice;
@@ -185,7 +198,8 @@ __global__ void __launch_bounds__(MaxThreads)
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const W* weight = static_cast<const W*>(p.weight.data) + slice_col + col_of_slice + v * kStride;
-        unpack_scale(load<Aligned, W, N>(weight, has_weight ? remaining(v) : 0), has_weight, offset, scale[v]);
+        unpack_scale(load<Aligned, W, N>(weight, has_weight ? remaining(v) : 0), has_weight, offset,
+                     scale[v]);
         keep_in_registers(scale[v]);
       }
     }
@@ -198,7 +212,8 @@ __global__ void __launch_bounds__(MaxThreads)
   }
 
   if constexpr (kWantsWeight) {
-    partials += (blockIdx.x / cluster * config.teams + team) * static_cast<int64_t>(cols) + slice_col + col_of_slice;
+    partials +=
+        (blockIdx.x / cluster * config.teams + team) * static_cast<int64_t>(cols) + slice_col + col_of_slice;
     Words<float, N> run[V];
 #pragma unroll
     for (int v = 0; v < V; ++v) run[v] = pack<float, N>(grad_weight[v]);
@@ -208,52 +223,58 @@ __global__ void __launch_bounds__(MaxThreads)
 
 }  // namespace
 
-cudaError_t launch_backward_ring(const BackwardParams& p, const BackwardConfig& config, void* grad_weight_partials, bool aligned,
-                                 const Gpu& gpu, int device, cudaStream_t stream) {
+cudaError_t launch_backward_ring(const BackwardParams& p, const BackwardConfig& config,
+                                 void* grad_weight_partials, bool aligned, const Gpu& gpu, int device,
+                                 cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
-  dispatch_dtypes<Half, BFloat16>(p.input_dtype, p.residual_dtype, p.out_dtype, p.weight.dtype, [&](auto t, auto r, auto o, auto w) {
-    using T = decltype(t);
-    using R = decltype(r);
-    using O = decltype(o);
-    using W = decltype(w);
-    if constexpr (!std::is_same_v<T, double>) {
-      constexpr int N = kVectorElements<T>;
-      const int64_t vectors = div_up(p.shape.cols, N);
-      const RingLayout layout = ring_layout(config, vectors, N * sizeof(O), N * sizeof(R), aligned);
-      Launch how;
-      how.threads = dim3(config.threads, config.teams);
-      how.blocks = backward_blocks(config, p.shape.rows, gpu);
-      how.cluster = config.cluster;
-      how.shared_bytes = layout.bytes;
-      how.dependent = gpu.dependent;
-      how.device = device;
-      how.stream = stream;
-      const auto launch_as = [&](auto max_threads, auto wants, auto is_aligned) {
-        constexpr auto kernel = backward_in_a_ring<T, R, O, W, kRingVectors, decltype(max_threads)::value, decltype(wants)::value,
-                                                   decltype(is_aligned)::value>;
-        error = launch<kernel>(how, p, config, sum_layout(vectors, kRingVectors), layout, static_cast<float*>(grad_weight_partials));
-      };
-      const auto dispatch_wants = [&](auto max_threads, auto is_aligned) {
-        const bool wants_input = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
-        if (grad_weight_partials == nullptr) return launch_as(max_threads, Constant<kWantsGradInput>(), is_aligned);
-        wants_input ? launch_as(max_threads, Constant<kWantsGradInput | kWantsGradWeight>(), is_aligned)
-                    : launch_as(max_threads, Constant<kWantsGradWeight>(), is_aligned);
-      };
-      // Up to 256 threads a thread may have the 220 registers that its vectors want; beyond, it has 168 and spills a few.
-      if (!aligned) {
-        dispatch_wants(Constant<kRingThreads>(), std::false_type());
-      } else if (how.threads.x * how.threads.y <= 256) {
-        dispatch_wants(Constant<256>(), std::true_type());
-      } else {
-        dispatch_wants(Constant<kRingThreads>(), std::true_type());
-      }
-    }
-  });
+  dispatch_dtypes<Half, BFloat16>(
+      p.input_dtype, p.residual_dtype, p.out_dtype, p.weight.dtype, [&](auto t, auto r, auto o, auto w) {
+        using T = decltype(t);
+        using R = decltype(r);
+        using O = decltype(o);
+        using W = decltype(w);
+        if constexpr (!std::is_same_v<T, double>) {
+          constexpr int N = kVectorElements<T>;
+          const int64_t vectors = div_up(p.shape.cols, N);
+          const RingLayout layout = ring_layout(config, vectors, N * sizeof(O), N * sizeof(R), aligned);
+          Launch how;
+          how.threads = dim3(config.threads, config.teams);
+          how.blocks = backward_blocks(config, p.shape.rows, gpu);
+          how.cluster = config.cluster;
+          how.shared_bytes = layout.bytes;
+          how.dependent = gpu.dependent;
+          how.device = device;
+          how.stream = stream;
+          const auto launch_as = [&](auto max_threads, auto wants, auto is_aligned) {
+            constexpr auto kernel = backward_in_a_ring<T, R, O, W, kRingVectors, decltype(max_threads)::value,
+                                                       decltype(wants)::value, decltype(is_aligned)::value>;
+            error = launch<kernel>(how, p, config, sum_layout(vectors, kRingVectors), layout,
+                                   static_cast<float*>(grad_weight_partials));
+          };
+          const auto dispatch_wants = [&](auto max_threads, auto is_aligned) {
+            const bool wants_input = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
+            if (grad_weight_partials == nullptr)
+              return launch_as(max_threads, Constant<kWantsGradInput>(), is_aligned);
+            wants_input ? launch_as(max_threads, Constant<kWantsGradInput | kWantsGradWeight>(), is_aligned)
+                        : launch_as(max_threads, Constant<kWantsGradWeight>(), is_aligned);
+          };
+          // Up to 256 threads a thread may have the 220 registers that its vectors want; beyond, it has 168
+          // and spills a few.
+          if (!aligned) {
+            dispatch_wants(Constant<kRingThreads>(), std::false_type());
+          } else if (how.threads.x * how.threads.y <= 256) {
+            dispatch_wants(Constant<256>(), std::true_type());
+          } else {
+            dispatch_wants(Constant<kRingThreads>(), std::true_type());
+          }
+        }
+      });
   return error;
 }
 
 cudaError_t resident_clusters(int cluster, int shared_bytes, int* count) {
-  constexpr auto kernel = backward_in_a_ring<float, float, float, float, kRingVectors, kRingThreads, kWantsGradInput, true>;
+  constexpr auto kernel =
+      backward_in_a_ring<float, float, float, float, kRingVectors, kRingThreads, kWantsGradInput, true>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   cudaLaunchAttribute attribute;

@@ -1,5 +1,5 @@
-// Which threads work on a row: pure functions of the shape and the GPU, tested on the CPU for every H. They decide speed alone: the
-// bits of a row do not depend on them (row_sum.cuh).
+// Which threads work on a row: pure functions of the shape and the GPU, tested on the CPU for every H. They
+// decide speed alone: the bits of a row do not depend on them (row_sum.cuh).
 #pragma once
 
 #include <algorithm>
@@ -52,12 +52,13 @@ inline SumLayout sum_layout(int64_t vectors, int vectors_per_thread) {
   return layout;
 }
 
-// Forward. In registers, threads * vectors_per_thread * cluster vectors cover a row; with no vectors, one block reads a row twice.
+// Forward. In registers, threads * vectors_per_thread * cluster vectors cover a row; with no vectors, one
+// block reads a row twice.
 struct ForwardConfig {
   int threads = kMaxThreads;   // a row and block
   int vectors_per_thread = 0;  // 1, 2, 4 or 8
   int rows_per_block = 1;
-  int cluster = 1;             // blocks a row (Hopper)
+  int cluster = 1;  // blocks a row (Hopper)
 };
 
 inline ForwardConfig forward_in_registers(int64_t vectors, int vectors_per_thread, int cluster = 1) {
@@ -71,9 +72,11 @@ inline ForwardConfig forward_config(int64_t vectors, int64_t rows, bool aligned,
     config.rows_per_block = 256 / config.threads;
     return config;
   }
-  if (rows <= 2 * gpu.sms && vectors <= 8 * kMaxThreads) {  // latency: as many threads on a row as there are vectors
+  if (rows <= 2 * gpu.sms &&
+      vectors <= 8 * kMaxThreads) {  // latency: as many threads on a row as there are vectors
     if (gpu.hopper && vectors >= 512 && rows <= 16) return forward_in_registers(vectors, 1, 8);
-    if (gpu.hopper && vectors >= 1024 && rows <= gpu.sms) return forward_in_registers(vectors, vectors <= 1024 ? 1 : 8, 2);
+    if (gpu.hopper && vectors >= 1024 && rows <= gpu.sms)
+      return forward_in_registers(vectors, vectors <= 1024 ? 1 : 8, 2);
     if (vectors <= 512) return forward_in_registers(vectors, rows > gpu.sms / 2 ? 2 : 1);
     if (vectors <= 1024) return forward_in_registers(vectors, 2);
   }
@@ -82,10 +85,12 @@ inline ForwardConfig forward_config(int64_t vectors, int64_t rows, bool aligned,
     config.rows_per_block = 2;
     return config;
   }
-  if (vectors <= (aligned ? 512 : 1024)) return forward_in_registers(vectors, 4);  // unaligned, a run of 4 has fewer ends
+  if (vectors <= (aligned ? 512 : 1024))
+    return forward_in_registers(vectors, 4);  // unaligned, a run of 4 has fewer ends
   if (vectors <= 1024) return forward_in_registers(vectors, 2);
   if (vectors <= 4096) return forward_in_registers(vectors, 4);
-  if (gpu.hopper && vectors <= 8 * 512 * kPortableCluster) return forward_in_registers(vectors, 8, vectors <= 8192 ? 4 : 8);
+  if (gpu.hopper && vectors <= 8 * 512 * kPortableCluster)
+    return forward_in_registers(vectors, 8, vectors <= 8192 ? 4 : 8);
   return {};
 }
 
@@ -119,9 +124,10 @@ struct RingLayout {
   int h, dh;  // in a stage, behind dy
 };
 
-// vector_bytes and residual_vector_bytes: a vector of grad_out and of residual_out. Unaligned, a row takes the 16-byte blocks around it.
-inline RingLayout ring_layout(const BackwardConfig& config, int64_t vectors, int vector_bytes, int residual_vector_bytes,
-                              bool aligned) {
+// vector_bytes and residual_vector_bytes: a vector of grad_out and of residual_out. Unaligned, a row takes
+// the 16-byte blocks around it.
+inline RingLayout ring_layout(const BackwardConfig& config, int64_t vectors, int vector_bytes,
+                              int residual_vector_bytes, bool aligned) {
   constexpr int kLine = 128;
   const int warps = sum_layout(vectors, config.vectors_per_thread).warps;
   const auto row_bytes = [&](int of_a_vector) {
@@ -153,10 +159,10 @@ inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gp
   return blocks * (config.kernel == BackwardKernel::kRing ? config.teams : config.rows_per_block);
 }
 
-// Two rows of 128 threads, three stages each, are enough bytes on their way; more of them would only have to be worked off when
-// there is nothing left to load. Nothing where a cluster's slice of a row does not fit.
-inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int vector_bytes, int residual_vector_bytes,
-                                           bool aligned, const Gpu& gpu) {
+// Two rows of 128 threads, three stages each, are enough bytes on their way; more of them would only have to
+// be worked off when there is nothing left to load. Nothing where a cluster's slice of a row does not fit.
+inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int vector_bytes,
+                                           int residual_vector_bytes, bool aligned, const Gpu& gpu) {
   BackwardConfig config;
   if (vectors <= 2 * kWarpThreads) return config;  // so short that registers hold enough rows
   for (config.cluster = 1; config.cluster <= kMaxCluster; config.cluster *= 2) {
@@ -166,18 +172,21 @@ inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int ve
     config.vectors_per_thread = kRingVectors;
     config.threads = threads_of_row(slice, config.vectors_per_thread);
     config.teams = std::max(1, (config.threads > 128 ? 320 : 256) / config.threads);
-    config.teams = static_cast<int>(std::min<int64_t>(config.teams, div_up(rows, clusters)));  // none without a row
+    config.teams =
+        static_cast<int>(std::min<int64_t>(config.teams, div_up(rows, clusters)));  // none without a row
     config.stages = kMinStages;
-    if (ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= gpu.shared_bytes) return config;
+    if (ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= gpu.shared_bytes)
+      return config;
   }
   return {};
 }
 
 // vector_bytes and residual_vector_bytes as in ring_layout.
-inline BackwardConfig backward_config(int64_t vectors, int64_t rows, int vector_bytes, int residual_vector_bytes, bool aligned,
-                                      bool ring, const Gpu& gpu) {
+inline BackwardConfig backward_config(int64_t vectors, int64_t rows, int vector_bytes,
+                                      int residual_vector_bytes, bool aligned, bool ring, const Gpu& gpu) {
   if (ring) {
-    const BackwardConfig config = backward_ring_config(vectors, rows, vector_bytes, residual_vector_bytes, aligned, gpu);
+    const BackwardConfig config =
+        backward_ring_config(vectors, rows, vector_bytes, residual_vector_bytes, aligned, gpu);
     if (config.kernel == BackwardKernel::kRing) return config;
   }
   BackwardConfig config;

@@ -1,6 +1,6 @@
-// Forward. Bytes per row: input and residual read once, out and residual_out written once; the weight comes from the L1 cache.
+// Forward. Bytes per row: input and residual read once, out and residual_out written once; the weight comes
+// from the L1 cache.
 #include "cuda/forward.h"
-
 #include "cuda/hopper.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/row_sum.cuh"
@@ -10,8 +10,8 @@
 namespace fused::cuda {
 namespace {
 
-// A grid this small launches the next kernel first thing; a larger one when its loads are under way, since the next kernel's blocks
-// would wait in its place.
+// A grid this small launches the next kernel first thing; a larger one when its loads are under way, since
+// the next kernel's blocks would wait in its place.
 constexpr int kBlocksThatLaunchFirst = 64;
 
 template <class R, int N, class A>
@@ -21,8 +21,8 @@ __device__ __forceinline__ void round_to(A (&values)[N]) {
 
 // h of one vector, as the statistics see it; returns it as stored. Without a residual it is the input.
 template <class T, class R, int N, class A>
-__device__ __forceinline__ Words<R, N> add(const Words<T, N>& input, const Words<R, N>& residual, bool has_residual,
-                                           bool round_sum, A (&h)[N]) {
+__device__ __forceinline__ Words<R, N> add(const Words<T, N>& input, const Words<R, N>& residual,
+                                           bool has_residual, bool round_sum, A (&h)[N]) {
   unpack(input, h);
   if (!has_residual) return {};
   A addend[N];
@@ -49,7 +49,8 @@ __device__ __forceinline__ A reciprocal_root(A sum_of_squares, A inverse_cols, d
 
 // out of one vector of h.
 template <class R, class O, class W, int N, class A>
-__device__ __forceinline__ Words<O, N> normalize(const ForwardParams& p, const A (&h)[N], A rstd, const Words<W, N>& weight) {
+__device__ __forceinline__ Words<O, N> normalize(const ForwardParams& p, const A (&h)[N], A rstd,
+                                                 const Words<W, N>& weight) {
   A values[N], scale[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) values[i] = h[i] * rstd;
@@ -63,11 +64,14 @@ __device__ __forceinline__ Words<O, N> normalize(const ForwardParams& p, const A
 // A row in the registers of `threads` threads, of `cluster` blocks where Clustered: read once, written once.
 template <class T, class R, class O, class W, int V, int MaxThreads, bool Aligned, bool Clustered>
 __global__ void __launch_bounds__(MaxThreads)
-    forward_in_registers(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardConfig config,
+    forward_in_registers(const __grid_constant__ ForwardParams p,
+                         const __grid_constant__ ForwardConfig config,
                          const __grid_constant__ SumLayout layout) {
   using A = Accumulate<T>;
-  constexpr int N = kVectorElements<T>, kStride = kWarp * N;  // columns from one of a thread's vectors to the next
-  constexpr bool kWeightFirst = V <= 2;  // latency counts, and the registers are there; else it arrives during the exchange
+  constexpr int N = kVectorElements<T>,
+                kStride = kWarp * N;  // columns from one of a thread's vectors to the next
+  constexpr bool kWeightFirst =
+      V <= 2;  // latency counts, and the registers are there; else it arrives during the exchange
   extern __shared__ __align__(128) unsigned char shared[];
   auto& barrier = *reinterpret_cast<TransactionBarrier*>(shared);
   A* sums = reinterpret_cast<A*>(shared + kBlockBytes) + threadIdx.y * layout.warps;
@@ -150,8 +154,8 @@ __global__ void __launch_bounds__(MaxThreads)
   store_run<Aligned>(out, remaining(0), y, thread % kWarp, lanes);
 }
 
-// A row of any length, by one block that reads it twice: for the statistics, and for the results. A warp adds the octets that
-// one lane adds in add_warp_sums.
+// A row of any length, by one block that reads it twice: for the statistics, and for the results. A warp adds
+// the octets that one lane adds in add_warp_sums.
 template <class T, class R, class O, class W, bool Aligned>
 __global__ void __launch_bounds__(kMaxThreads) forward_in_a_loop(const __grid_constant__ ForwardParams p) {
   using A = Accumulate<T>;
@@ -170,7 +174,9 @@ __global__ void __launch_bounds__(kMaxThreads) forward_in_a_loop(const __grid_co
   const R* residual = row_of<const R>(p.residual, index);
   R* residual_out = row_of<R>(p.residual_out, index);
   O* out = row_of<O>(p.out, index);
-  const auto remaining = [&](int64_t col) { return static_cast<int>(max(min(cols - col, int64_t{N}), int64_t{-N})); };
+  const auto remaining = [&](int64_t col) {
+    return static_cast<int>(max(min(cols - col, int64_t{N}), int64_t{-N}));
+  };
   const auto load_sum = [&](int64_t col, A(&h)[N]) {
     const Words<R, N> r = load<Aligned, R, N>(residual + col, has_residual ? remaining(col) : 0);
     return add(load<Aligned, T, N>(input + col, remaining(col)), r, has_residual, p.round_sum, h);
@@ -197,7 +203,8 @@ __global__ void __launch_bounds__(kMaxThreads) forward_in_a_loop(const __grid_co
     const int64_t col = start + threadIdx.x * N;
     A h[N];
     const Words<R, N> rounded[1] = {load_sum(col, h)};
-    const auto w = load<Aligned, W, N>(static_cast<const W*>(p.weight.data) + col, has_weight ? remaining(col) : 0);
+    const auto w =
+        load<Aligned, W, N>(static_cast<const W*>(p.weight.data) + col, has_weight ? remaining(col) : 0);
     if (has_residual) store_run<Aligned>(residual_out + col, remaining(col), rounded, lane, kWarp);
     const Words<O, N> y[1] = {normalize<R, O>(p, h, rstd, w)};
     store_run<Aligned>(out + col, remaining(col), y, lane, kWarp);
@@ -206,58 +213,64 @@ __global__ void __launch_bounds__(kMaxThreads) forward_in_a_loop(const __grid_co
 
 }  // namespace
 
-cudaError_t launch_forward(const ForwardParams& p, const ForwardConfig& config, bool aligned, const Gpu& gpu, int device,
-                           cudaStream_t stream) {
+cudaError_t launch_forward(const ForwardParams& p, const ForwardConfig& config, bool aligned, const Gpu& gpu,
+                           int device, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
-  dispatch_dtypes<Half, BFloat16>(p.input_dtype, p.residual_dtype, p.out_dtype, p.weight.dtype, [&](auto t, auto r, auto o, auto w) {
-    using T = decltype(t);
-    using R = decltype(r);
-    using O = decltype(o);
-    using W = decltype(w);
-    using A = Accumulate<T>;
-    const SumLayout layout =
-        sum_layout(div_up(p.shape.cols, kVectorElements<T>), std::max(1, config.vectors_per_thread));
-    Launch how;
-    how.threads = dim3(config.threads, config.rows_per_block);
-    how.blocks = div_up(p.shape.rows, config.rows_per_block) * config.cluster;
-    how.cluster = config.cluster;
-    how.dependent = gpu.dependent;
-    how.device = device;
-    how.stream = stream;
-    const auto dispatch_alignment = [&](auto is_aligned) {
-      constexpr bool kAligned = decltype(is_aligned)::value;
-      if (config.vectors_per_thread == 0) {
-        error = launch<forward_in_a_loop<T, R, O, W, kAligned>>(how, p);
-        return;
-      }
-      if (config.threads > kWarp || config.cluster > 1) {
-        how.shared_bytes = kBlockBytes + config.rows_per_block * layout.warps * static_cast<int>(sizeof(A));
-      }
-      const auto launch_as = [&](auto vectors, auto max_threads, auto clustered) {
-        constexpr auto kernel = forward_in_registers<T, R, O, W, decltype(vectors)::value, decltype(max_threads)::value, kAligned,
-                                                     decltype(clustered)::value>;
-        error = launch<kernel>(how, p, config, layout);
-      };
-      const bool clustered = config.cluster > 1;
-      switch (config.vectors_per_thread) {
-        case 1:
-          return clustered ? launch_as(Constant<1>(), Constant<1024>(), std::true_type())
-                           : launch_as(Constant<1>(), Constant<1024>(), std::false_type());
-        case 2: return launch_as(Constant<2>(), Constant<1024>(), std::false_type());
-        case 4:
-          return config.threads <= 256 ? launch_as(Constant<4>(), Constant<256>(), std::false_type())
-                                       : launch_as(Constant<4>(), Constant<1024>(), std::false_type());
-        default: return launch_as(Constant<8>(), Constant<512>(), std::true_type());
-      }
-    };
-    aligned ? dispatch_alignment(std::true_type()) : dispatch_alignment(std::false_type());
-  });
+  dispatch_dtypes<Half, BFloat16>(
+      p.input_dtype, p.residual_dtype, p.out_dtype, p.weight.dtype, [&](auto t, auto r, auto o, auto w) {
+        using T = decltype(t);
+        using R = decltype(r);
+        using O = decltype(o);
+        using W = decltype(w);
+        using A = Accumulate<T>;
+        const SumLayout layout =
+            sum_layout(div_up(p.shape.cols, kVectorElements<T>), std::max(1, config.vectors_per_thread));
+        Launch how;
+        how.threads = dim3(config.threads, config.rows_per_block);
+        how.blocks = div_up(p.shape.rows, config.rows_per_block) * config.cluster;
+        how.cluster = config.cluster;
+        how.dependent = gpu.dependent;
+        how.device = device;
+        how.stream = stream;
+        const auto dispatch_alignment = [&](auto is_aligned) {
+          constexpr bool kAligned = decltype(is_aligned)::value;
+          if (config.vectors_per_thread == 0) {
+            error = launch<forward_in_a_loop<T, R, O, W, kAligned>>(how, p);
+            return;
+          }
+          if (config.threads > kWarp || config.cluster > 1) {
+            how.shared_bytes =
+                kBlockBytes + config.rows_per_block * layout.warps * static_cast<int>(sizeof(A));
+          }
+          const auto launch_as = [&](auto vectors, auto max_threads, auto clustered) {
+            constexpr auto kernel =
+                forward_in_registers<T, R, O, W, decltype(vectors)::value, decltype(max_threads)::value,
+                                     kAligned, decltype(clustered)::value>;
+            error = launch<kernel>(how, p, config, layout);
+          };
+          const bool clustered = config.cluster > 1;
+          switch (config.vectors_per_thread) {
+            case 1:
+              return clustered ? launch_as(Constant<1>(), Constant<1024>(), std::true_type())
+                               : launch_as(Constant<1>(), Constant<1024>(), std::false_type());
+            case 2:
+              return launch_as(Constant<2>(), Constant<1024>(), std::false_type());
+            case 4:
+              return config.threads <= 256 ? launch_as(Constant<4>(), Constant<256>(), std::false_type())
+                                           : launch_as(Constant<4>(), Constant<1024>(), std::false_type());
+            default:
+              return launch_as(Constant<8>(), Constant<512>(), std::true_type());
+          }
+        };
+        aligned ? dispatch_alignment(std::true_type()) : dispatch_alignment(std::false_type());
+      });
   return error;
 }
 
 cudaError_t kernel_target(int* target) {
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, forward_in_a_loop<float, float, float, float, true>);
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, forward_in_a_loop<float, float, float, float, true>);
   if (error == cudaSuccess) *target = attributes.ptxVersion;
   return error;
 }

@@ -9,10 +9,11 @@
 namespace fused::cuda {
 
 // aligned: every row of every tensor starts on 16 bytes and holds a whole number of vectors.
-cudaError_t launch_forward(const ForwardParams& params, const ForwardConfig& config, bool aligned, const Gpu& gpu, int device,
-                           cudaStream_t stream);
+cudaError_t launch_forward(const ForwardParams& params, const ForwardConfig& config, bool aligned,
+                           const Gpu& gpu, int device, cudaStream_t stream);
 
-// The virtual architecture (90 for compute_90) that the kernels' code for the current device was compiled for.
+// The virtual architecture (90 for compute_90) that the kernels' code for the current device was compiled
+// for.
 cudaError_t kernel_target(int* target);
 
 }  // namespace fused::cuda

@@ -1,6 +1,7 @@
-// What sm_90 adds, as the PTX instructions that CUDA C++ has no plain words for: dependent launch, transaction barriers, bulk copies
-// into shared memory, and stores into the shared memory of a cluster's other blocks. Nothing here is reached on older GPUs: the
-// host asks for clusters and dependent launch only where the kernel's code is for sm_90 or later.
+// What sm_90 adds, as the PTX instructions that CUDA C++ has no plain words for: dependent launch,
+// transaction barriers, bulk copies into shared memory, and stores into the shared memory of a cluster's
+// other blocks. Nothing here is reached on older GPUs: the host asks for clusters and dependent launch only
+// where the kernel's code is for sm_90 or later.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +23,8 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
-// Returns when everything the kernel before wrote can be read. Nothing may be read or written before it, the weight included: an
-// optimiser step may have just written it.
+// Returns when everything the kernel before wrote can be read. Nothing may be read or written before it, the
+// weight included: an optimiser step may have just written it.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if FUSED_HOPPER
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -60,7 +61,8 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// A transaction barrier in shared memory: a phase ends when its one arrival has come and as many bytes as that arrival expects.
+// A transaction barrier in shared memory: a phase ends when its one arrival has come and as many bytes as
+// that arrival expects.
 struct TransactionBarrier {
   uint64_t state;
 
@@ -79,14 +81,17 @@ struct TransactionBarrier {
 
   __device__ __forceinline__ void arrive_expecting(uint32_t bytes) {
 #if FUSED_HOPPER
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes)
+                 : "memory");
 #endif
   }
 
   // Raises what the phase expects, by a thread that does not arrive.
   __device__ __forceinline__ void expect(uint32_t bytes) {
 #if FUSED_HOPPER
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&state)),
+                 "r"(bytes)
+                 : "memory");
 #endif
   }
 
@@ -106,13 +111,16 @@ struct TransactionBarrier {
   }
 };
 
-// Copies `bytes` (a multiple of 16, both ends on 16 bytes) into this block's shared memory and signals the barrier.
-__device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t bytes, TransactionBarrier& barrier) {
+// Copies `bytes` (a multiple of 16, both ends on 16 bytes) into this block's shared memory and signals the
+// barrier.
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t bytes,
+                                          TransactionBarrier& barrier) {
 #if FUSED_HOPPER
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(&barrier))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
 #endif
 }
 
@@ -124,13 +132,15 @@ __device__ __forceinline__ void store_in_peer(A* to, A value, TransactionBarrier
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer_to) : "r"(shared_address(to)), "r"(rank));
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer_barrier) : "r"(shared_address(&barrier)), "r"(rank));
   if constexpr (sizeof(A) == 8) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(peer_to),
-                 "l"(__double_as_longlong(value)), "r"(peer_barrier)
-                 : "memory");
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(peer_to),
+        "l"(__double_as_longlong(value)), "r"(peer_barrier)
+        : "memory");
   } else {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(peer_to),
-                 "r"(__float_as_uint(value)), "r"(peer_barrier)
-                 : "memory");
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(peer_to),
+        "r"(__float_as_uint(value)), "r"(peer_barrier)
+        : "memory");
   }
 #endif
 }

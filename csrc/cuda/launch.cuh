@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 
 #include "cuda/config.h"
 
@@ -27,12 +28,18 @@ template <auto* kernel, class... Arguments>
 cudaError_t launch(const Launch& how, const Arguments&... arguments) {
   if (how.shared_bytes > kDefaultSharedBytes) {
     static std::atomic<int> granted[kMaxDevices];  // asked for once: the call costs as much as a launch
+    static std::mutex granting;                    // the smaller of two threads' requests must not come last
     std::atomic<int>& bytes = granted[how.device % kMaxDevices];
-    if (bytes.load(std::memory_order_relaxed) < how.shared_bytes) {
-      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
-      if (error != cudaSuccess) return error;
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);  // refused, harmlessly, before sm_90
-      bytes.store(how.shared_bytes, std::memory_order_relaxed);
+    if (bytes.load(std::memory_order_acquire) < how.shared_bytes) {
+      const std::lock_guard<std::mutex> lock(granting);
+      if (bytes.load(std::memory_order_relaxed) < how.shared_bytes) {
+        const cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
+        if (error != cudaSuccess) return error;
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed,
+                             1);  // refused, harmlessly, before sm_90
+        bytes.store(how.shared_bytes, std::memory_order_release);
+      }
     }
   }
   cudaLaunchAttribute attributes[2];

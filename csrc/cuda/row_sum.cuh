@@ -1,12 +1,15 @@
-// The sum over a row, in an order that depends on cols and the vector's width alone: not on the number of threads, of vectors a
-// thread, of blocks a row or of rows, so that a row's bits are the same in every batch and on every kernel path.
+// The sum over a row, in an order that depends on cols and the vector's width alone: not on the number of
+// threads, of vectors a thread, of blocks a row or of rows, so that a row's bits are the same in every batch
+// and on every kernel path.
 //
-// A chunk is 32 neighbouring vectors, an octet 8 neighbouring chunks. A vector's products are added one after the other; a chunk's 32
-// sums by the butterfly (lane distance 16, 8, 4, 2, 1); an octet's 8 by pairs ((0+1)+(2+3))+((4+5)+(6+7)); and the octets so: lane l
-// adds octets l, l + 32, l + 64, ... one after the other, and the 32 lanes' sums go through the butterfly (1, 2, 4, 8, 16). Absent
-// vectors, chunks and octets count as zeros, which change no bit. Addition commutes, so it does not matter which lane of a pair adds.
+// A chunk is 32 neighbouring vectors, an octet 8 neighbouring chunks. A vector's products are added one after
+// the other; a chunk's 32 sums by the butterfly (lane distance 16, 8, 4, 2, 1); an octet's 8 by pairs
+// ((0+1)+(2+3))+((4+5)+(6+7)); and the octets so: lane l adds octets l, l + 32, l + 64, ... one after the
+// other, and the 32 lanes' sums go through the butterfly (1, 2, 4, 8, 16). Absent vectors, chunks and octets
+// count as zeros, which change no bit. Addition commutes, so it does not matter which lane of a pair adds.
 //
-// A warp owns V neighbouring chunks, V a power of two up to 8, and forms their part of the octet: one number a warp is exchanged.
+// A warp owns V neighbouring chunks, V a power of two up to 8, and forms their part of the octet: one number
+// a warp is exchanged.
 #pragma once
 
 #include "cuda/vectors.cuh"
@@ -15,10 +18,12 @@ namespace fused::cuda {
 
 constexpr int kOctet = 8;
 
-// The sums of a warp's V chunks, added by pairs; every lane gets the bits. With fewer than 32 lanes to a row, V is 1.
+// The sums of a warp's V chunks, added by pairs; every lane gets the bits. With fewer than 32 lanes to a row,
+// V is 1.
 template <int V, class A>
 __device__ __forceinline__ A warp_sum(A (&sums)[V], int lane, int lanes) {
-  int held = V;  // chunks whose sums this lane carries: lanes exchange halves, so V chunks take little more than one
+  int held =
+      V;  // chunks whose sums this lane carries: lanes exchange halves, so V chunks take little more than one
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
     if (held > 1) {
@@ -36,12 +41,13 @@ __device__ __forceinline__ A warp_sum(A (&sums)[V], int lane, int lanes) {
     }
   }
 #pragma unroll
-  for (int distance = kWarp / V; distance < kWarp; distance *= 2) sums[0] += __shfl_xor_sync(kAllLanes, sums[0], distance);
+  for (int distance = kWarp / V; distance < kWarp; distance *= 2)
+    sums[0] += __shfl_xor_sync(kAllLanes, sums[0], distance);
   return sums[0];
 }
 
-// The rest of the tree, from every warp's sum in shared memory. Each lane takes the octets congruent to its own number, so that
-// all lanes get the bits.
+// The rest of the tree, from every warp's sum in shared memory. Each lane takes the octets congruent to its
+// own number, so that all lanes get the bits.
 template <int V, class A>
 __device__ __forceinline__ A add_warp_sums(const A* sums, const SumLayout& layout, int lane) {
   constexpr int kPerOctet = kOctet / V;
@@ -64,7 +70,8 @@ __device__ __forceinline__ A add_warp_sums(const A* sums, const SumLayout& layou
     total += parts[0];
   }
 #pragma unroll 1
-  for (int distance = 1; distance < layout.lanes; distance *= 2) total += __shfl_xor_sync(kAllLanes, total, distance);
+  for (int distance = 1; distance < layout.lanes; distance *= 2)
+    total += __shfl_xor_sync(kAllLanes, total, distance);
   return total;
 }
 

@@ -1,8 +1,9 @@
 // Vectors of elements: conversions, and loads and stores at any address.
 //
-// A vector is N neighbouring elements that one thread owns, 16 bytes of the narrowest tensor. Tensors whose rows start on 16 bytes
-// are accessed in whole vectors. Others still are, at the 16-byte blocks around them: a load reads the blocks its elements lie
-// in and shifts; a store takes the first bytes of its first block from the lane before it.
+// A vector is N neighbouring elements that one thread owns, 16 bytes of the narrowest tensor. Tensors whose
+// rows start on 16 bytes are accessed in whole vectors. Others still are, at the 16-byte blocks around them:
+// a load reads the blocks its elements lie in and shifts; a store takes the first bytes of its first block
+// from the lane before it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -31,7 +32,8 @@ using Constant = std::integral_constant<int, Value>;
 template <class T>
 constexpr int kVectorElements = kBlockBytes / sizeof(T);
 
-// --- Conversions ----------------------------------------------------------------------------------------------------------
+// --- Conversions
+// ----------------------------------------------------------------------------------------------------------
 
 // N elements of T as the 32-bit words they are loaded and stored in.
 template <class T, int N>
@@ -75,7 +77,8 @@ __device__ __forceinline__ Words<T, N> pack(const A (&values)[N]) {
     for (int i = 0; i < N / 2; ++i) {
       if constexpr (std::is_same_v<T, BFloat16>) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
-        words.word[i] = __bfloat16_as_ushort(pair.x) | static_cast<uint32_t>(__bfloat16_as_ushort(pair.y)) << 16;
+        words.word[i] = __bfloat16_as_ushort(pair.x) | static_cast<uint32_t>(__bfloat16_as_ushort(pair.y))
+                                                           << 16;
       } else {
         const __half2 pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
         words.word[i] = __half_as_ushort(pair.x) | static_cast<uint32_t>(__half_as_ushort(pair.y)) << 16;
@@ -97,10 +100,11 @@ __device__ __forceinline__ auto element(const Words<T, N>& words, int i) {
   }
 }
 
-// --- Memory ---------------------------------------------------------------------------------------------------------------
+// --- Memory
+// ---------------------------------------------------------------------------------------------------------------
 
-// Moves an array of words down by `bytes` (0 to 15); the vacated end is garbage. Selects rather than branches, so that the array
-// stays in registers.
+// Moves an array of words down by `bytes` (0 to 15); the vacated end is garbage. Selects rather than
+// branches, so that the array stays in registers.
 template <int Count>
 __device__ __forceinline__ void shift_down(uint32_t (&word)[Count], int bytes) {
 #pragma unroll
@@ -127,7 +131,8 @@ __device__ __forceinline__ void store_block(char* to, const uint32_t* word) {
   *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-// The vector at `from`, of which the first `remaining` elements (any sign) belong to the row; the others are zeros.
+// The vector at `from`, of which the first `remaining` elements (any sign) belong to the row; the others are
+// zeros.
 template <bool Aligned, class T, int N>
 __device__ __forceinline__ Words<T, N> load(const T* from, int remaining) {
   constexpr int kBlocks = N * sizeof(T) / kBlockBytes;
@@ -141,7 +146,8 @@ __device__ __forceinline__ Words<T, N> load(const T* from, int remaining) {
     return words;
   }
   const int own = min(remaining, N) * static_cast<int>(sizeof(T));
-  uint32_t around[4 * (kBlocks + 1)] = {};  // a block without an element of ours may lie outside the allocation
+  uint32_t around[4 * (kBlocks + 1)] =
+      {};  // a block without an element of ours may lie outside the allocation
 #pragma unroll
   for (int i = 0; i <= kBlocks; ++i) {
     if (i * kBlockBytes < shift + own) load_block(bytes - shift + i * kBlockBytes, around + 4 * i);
@@ -169,11 +175,12 @@ __device__ __forceinline__ void store_elements(T* to, int begin, int end, const 
   }
 }
 
-// Stores a warp's run: V vectors a lane, each 32 lanes (N columns a lane) behind the one before, of which the first `remaining`
-// elements from `to` on (any sign) belong to the row. `lane` counts within the `lanes` that share the row; all lanes of the warp
-// take part.
+// Stores a warp's run: V vectors a lane, each 32 lanes (N columns a lane) behind the one before, of which the
+// first `remaining` elements from `to` on (any sign) belong to the row. `lane` counts within the `lanes` that
+// share the row; all lanes of the warp take part.
 template <bool Aligned, class T, int N, int V>
-__device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N> (&run)[V], int lane, int lanes) {
+__device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N> (&run)[V], int lane,
+                                          int lanes) {
   constexpr int kBlocks = N * sizeof(T) / kBlockBytes, kPerBlock = kVectorElements<T>, kStride = kWarp * N;
   const int shift = Aligned ? 0 : misalignment(to), ahead = shift / static_cast<int>(sizeof(T));
 #pragma unroll
@@ -181,20 +188,23 @@ __device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N
     const Words<T, N>& own = run[v];
     T* at = to + v * kStride;
     const int left = remaining - v * kStride;
-    // The 16-byte blocks from the one that holds our first element on: they begin with the end of the vector before, which the
-    // lane before has (the last lane's, of the run's vector before). Rows that share a warp may be aligned differently.
+    // The 16-byte blocks from the one that holds our first element on: they begin with the end of the vector
+    // before, which the lane before has (the last lane's, of the run's vector before). Rows that share a warp
+    // may be aligned differently.
     Words<T, N + kPerBlock> blocks;
     if constexpr (!Aligned) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int end = 4 * (kBlocks - 1) + i;
         const uint32_t give = v > 0 && lane == lanes - 1 ? run[v > 0 ? v - 1 : 0].word[end] : own.word[end];
-        blocks.word[i] = __shfl_sync(kAllLanes, give, (threadIdx.y * blockDim.x + threadIdx.x + kWarp - 1) % kWarp);
+        blocks.word[i] =
+            __shfl_sync(kAllLanes, give, (threadIdx.y * blockDim.x + threadIdx.x + kWarp - 1) % kWarp);
       }
     }
     if (shift == 0 && left >= N) {
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) store_block(reinterpret_cast<char*>(at) + i * kBlockBytes, own.word + 4 * i);
+      for (int i = 0; i < kBlocks; ++i)
+        store_block(reinterpret_cast<char*>(at) + i * kBlockBytes, own.word + 4 * i);
     }
     if constexpr (!Aligned) {
       if (shift == 0) {
@@ -218,7 +228,8 @@ __device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N
           store_elements(block, begin, end, part);
         }
       }
-      if (v == V - 1 && lane == lanes - 1) store_elements(at, N - ahead, min(left, N), own);  // no lane behind it
+      if (v == V - 1 && lane == lanes - 1)
+        store_elements(at, N - ahead, min(left, N), own);  // no lane behind it
     }
   }
 }
@@ -242,7 +253,8 @@ __device__ __forceinline__ T* row_of(const Rows& rows, const RowIndex& row) {
 
 // offset + weight of one vector; ones where there is no weight.
 template <class W, int N, class A>
-__device__ __forceinline__ void unpack_scale(const Words<W, N>& weight, bool has_weight, A offset, A (&values)[N]) {
+__device__ __forceinline__ void unpack_scale(const Words<W, N>& weight, bool has_weight, A offset,
+                                             A (&values)[N]) {
   unpack(weight, values);
 #pragma unroll
   for (int i = 0; i < N; ++i) values[i] = has_weight ? values[i] + offset : A(1);

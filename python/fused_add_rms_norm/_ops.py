@@ -31,8 +31,8 @@ def add_rms_norm(
         h = input + residual \qquad
         out = h \cdot \frac{1}{\sqrt{\frac{1}{H}\sum h^2 + eps}} \cdot (offset + weight)
 
-    which is RMSNorm (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467) of the residual stream. Differentiable
-    in ``input``, ``residual`` and ``weight``, through both results.
+    which is RMSNorm (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467) of the residual stream.
+    Differentiable in ``input``, ``residual`` and ``weight``, through both results.
 
     Args:
         input: ``(..., H)``, fp16, bf16, fp32 or fp64; any strides.
@@ -40,19 +40,20 @@ def add_rms_norm(
         weight: ``(H,)`` of any of these dtypes; ``None`` leaves the scale out.
         eps: added to the mean of squares, inside the root; finite and > 0.
         offset: added to the weight in fp32 (1 for Gemma); without a weight it has no effect.
-        casting_mode: where the computation rounds on its way. ``"fp32"``: nowhere. ``"llama"``: ``h`` and the normalised
-            value to residual's dtype, as Hugging Face Llama does. ``"gemma"``: ``h`` alone, as Hugging Face Gemma does
-            and as ``add`` then ``F.rms_norm`` does.
+        casting_mode: where the computation rounds on its way. ``"fp32"``: nowhere. ``"llama"``: ``h`` and the
+            normalised value to residual's dtype, as Hugging Face Llama does. ``"gemma"``: ``h`` alone, as
+            Hugging Face Gemma does and as ``add`` then ``F.rms_norm`` does.
         out_dtype: dtype of ``out``: input's (the default) or residual's.
-        out: ``(out, residual_out)`` to write into; each may be exactly ``input`` or exactly ``residual``. For inference.
+        out: ``(out, residual_out)`` to write into; each may be exactly ``input`` or exactly ``residual``. For
+            inference.
 
     Returns:
-        ``(out, residual_out)``: the normalised value in input's dtype (or ``out_dtype``), and ``h`` in residual's dtype;
-        both contiguous and new unless ``out`` is given.
+        ``(out, residual_out)``: the normalised value in input's dtype (or ``out_dtype``), and ``h`` in
+        residual's dtype; both contiguous and new unless ``out`` is given.
 
     Raises:
-        RuntimeError: for a wrong shape, dtype, device, eps, offset or casting mode; with ``out``, for partial overlaps and
-            where a gradient would be lost.
+        RuntimeError: for a wrong shape, dtype, device, eps, offset or casting mode; with ``out``, for partial
+            overlaps and where a gradient would be lost.
 
     Example:
         >>> x, residual = torch.randn(2, 5, 64), torch.randn(2, 5, 64)
@@ -67,7 +68,14 @@ def add_rms_norm(
     if out_dtype is not None and out_dtype != out[0].dtype:
         raise RuntimeError(f"add_rms_norm: expected out of dtype out_dtype {out_dtype}, got {out[0].dtype}")
     torch.ops.fused.add_rms_norm_out.default(
-        input, residual, weight, eps, offset=offset, casting_mode=casting_mode, out=out[0], residual_out=out[1]
+        input,
+        residual,
+        weight,
+        eps,
+        offset=offset,
+        casting_mode=casting_mode,
+        out=out[0],
+        residual_out=out[1],
     )
     return out
 
@@ -81,15 +89,15 @@ def add_rms_norm_(
     offset: float = 0.0,
     casting_mode: CastingMode = "fp32",
 ) -> None:
-    """:func:`add_rms_norm` in place, the vLLM and FlashInfer convention: ``input`` becomes ``out``, ``residual``
-    becomes ``residual_out``.
+    """:func:`add_rms_norm` in place, the vLLM and FlashInfer convention: ``input`` becomes ``out``,
+    ``residual`` becomes ``residual_out``.
 
-    Takes the arguments of :func:`add_rms_norm`, writes through any strides whose last dimension is dense, and allocates
-    nothing. For inference.
+    Takes the arguments of :func:`add_rms_norm`, writes through any strides whose last dimension is dense, and
+    allocates nothing. For inference.
 
     Raises:
-        RuntimeError: as :func:`add_rms_norm`; also where input and residual share memory, where strides cannot be
-            followed, and where a gradient would be lost.
+        RuntimeError: as :func:`add_rms_norm`; also where input and residual share memory, where strides
+            cannot be followed, and where a gradient would be lost.
 
     Example:
         >>> x, residual = torch.randn(3, 64), torch.randn(3, 64)

@@ -1,8 +1,8 @@
 """DTensor's rules for the functional operators: rows may be anywhere, a row is in one piece.
 
-Any leading dimension may be sharded; the weight is replicated, and its gradient is a partial sum. A sharded last dimension is
-redistributed first, as for torch's own norms. The operators that write in place have no rule, so DTensor refuses them: where it
-had to redistribute an argument, a temporary would be overwritten.
+Any leading dimension may be sharded; the weight is replicated, and its gradient is a partial sum. A sharded
+last dimension is redistributed first, as for torch's own norms. The operators that write in place have no
+rule, so DTensor refuses them: it would redistribute an argument into a temporary, to be overwritten and lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def register(op: OpOverload) -> None:
     is_backward = "output_mask" in names
 
     def rule(*args: Any, **kwargs: Any) -> list[tuple[Placements, Placements]]:
-        """Ways to place (results, arguments) along one dimension of the mesh; None stands for what is no tensor."""
+        """Ways to place (results, arguments) along a dimension of the mesh. What is no tensor has None."""
 
         def place(rows: Placement, grad_weight: Placement) -> tuple[Placements, Placements]:
             arguments: Placements = [

@@ -18,8 +18,8 @@ from .decompositions import decompose_table
 
 
 def register_vmap(op: OpOverload, decomposition: Callable[..., Any]) -> None:
-    """A batch dimension is one more dimension of rows: the kernel is kept, and called once. Where each sample has its own
-    weight, or in the backward its own gradient of the weight, the decomposition takes the kernel's place.
+    """A batch dimension is one more dimension of rows: the kernel is kept, and called once. Where each sample
+    has its own weight, or in the backward its own gradient of the weight, the decomposition takes its place.
     """
     names = [argument.name for argument in op._schema.arguments]
     weight = names.index("weight")
@@ -50,8 +50,8 @@ for _op, _decomposition in decompose_table().items():
 
 
 class _AfterDTensor(importlib.abc.MetaPathFinder):
-    """Registers the sharding rules as soon as torch.distributed.tensor is imported: importing it here would make every
-    import of this package half a second slower.
+    """Registers the sharding rules when torch.distributed.tensor is imported. Importing it ourselves would
+    add half a second to every import of this package.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

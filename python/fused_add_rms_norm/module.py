@@ -50,7 +50,9 @@ class AddRMSNorm(nn.Module):
         self.eps = eps
         self.offset = offset
         self.casting_mode: CastingMode = casting_mode
-        weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
+        weight = (
+            nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
+        )
         self.register_parameter("weight", weight)
         self.reset_parameters()
 
@@ -62,9 +64,7 @@ class AddRMSNorm(nn.Module):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns ``(out, residual_out)``; without a residual, ``residual_out`` is the input itself."""
         if residual is None:
-            out = rms_norm(
-                input, self.weight, self.eps, offset=self.offset, casting_mode=self.casting_mode
-            )
+            out = rms_norm(input, self.weight, self.eps, offset=self.offset, casting_mode=self.casting_mode)
             return out, input
         return add_rms_norm(
             input, residual, self.weight, self.eps, offset=self.offset, casting_mode=self.casting_mode

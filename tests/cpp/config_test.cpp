@@ -1,4 +1,5 @@
-// The kernels' configurations for every H: each vector of a row has one owner, and no limit of the GPU is passed. Needs no GPU.
+// The kernels' configurations for every H: each vector of a row has one owner, and no limit of the GPU is
+// passed. Needs no GPU.
 #include "cuda/config.h"
 
 #include <cstdio>
@@ -26,8 +27,10 @@ bool is_row_width(int threads) {
 
 void check_sums(const SumLayout& layout, int64_t vectors, int vectors_per_thread) {
   check(int64_t{layout.warps} * vectors_per_thread * kWarpThreads >= vectors, "a sum of every vector");
-  check(int64_t{layout.octets} * 256 >= vectors && (layout.octets - 1) * int64_t{256} < vectors, "octets that cover the row once");
-  check(layout.lanes <= kWarpThreads && (layout.lanes >= layout.octets || layout.lanes == kWarpThreads), "a lane for each octet");
+  check(int64_t{layout.octets} * 256 >= vectors && (layout.octets - 1) * int64_t{256} < vectors,
+        "octets that cover the row once");
+  check(layout.lanes <= kWarpThreads && (layout.lanes >= layout.octets || layout.lanes == kWarpThreads),
+        "a lane for each octet");
 }
 
 void check_forward(int64_t vectors, int64_t rows, bool aligned, const Gpu& gpu) {
@@ -46,20 +49,23 @@ void check_forward(int64_t vectors, int64_t rows, bool aligned, const Gpu& gpu) 
   check_sums(sum_layout(vectors, v), vectors, v);
 }
 
-void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residual_vector_bytes, bool aligned, bool ring,
-                    const Gpu& gpu) {
-  const BackwardConfig config = backward_config(vectors, rows, vector_bytes, residual_vector_bytes, aligned, ring, gpu);
+void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residual_vector_bytes, bool aligned,
+                    bool ring, const Gpu& gpu) {
+  const BackwardConfig config =
+      backward_config(vectors, rows, vector_bytes, residual_vector_bytes, aligned, ring, gpu);
   const int v = config.vectors_per_thread;
   const int64_t blocks = backward_blocks(config, rows, gpu);
   check(blocks >= 1 && blocks % config.cluster == 0, "whole clusters");
   check(partial_rows(config, rows, gpu) >= blocks / config.cluster, "a partial sum a block");
-  if (config.kernel == BackwardKernel::kLoop) return check(vectors > 1024, "rows this short to be held in registers");
+  if (config.kernel == BackwardKernel::kLoop)
+    return check(vectors > 1024, "rows this short to be held in registers");
   check(is_row_width(config.threads), "whole warps, or a power of two within one");
   check(int64_t{config.threads} * v * config.cluster >= vectors, "a thread for every vector");
   check(config.threads >= kWarpThreads || v == 1, "one vector a thread where rows share a warp");
   check_sums(sum_layout(vectors, v), vectors, v);
   if (config.kernel == BackwardKernel::kRegisters) {
-    check(config.threads * config.rows_per_block <= 256 && config.threads * config.rows_per_block % kWarpThreads == 0,
+    check(config.threads * config.rows_per_block <= 256 &&
+              config.threads * config.rows_per_block % kWarpThreads == 0,
           "a block that fits");
     return;
   }
@@ -68,7 +74,8 @@ void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residua
   check(config.stages >= kMinStages && config.stages <= kMaxStages, "stages enough to make progress");
   check(config.threads >= kWarpThreads && config.threads * config.teams <= kRingThreads, "a block that fits");
   check(config.teams < 16, "a named barrier for every team");
-  check(ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= gpu.shared_bytes, "stages that fit");
+  check(ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= gpu.shared_bytes,
+        "stages that fit");
   check(gpu.clusters[log2_of(config.cluster)] > 0, "clusters that are scheduled");
 }
 
@@ -85,7 +92,8 @@ int main() {
           }
           for (const int64_t rows : {1, 1000}) check_backward(vectors, rows, 0, 0, aligned, false, gpu);
         }
-        for (const int residual_vector_bytes : {16, 32}) {  // a 16-bit input's vector under its own dtype, and under fp32
+        for (const int residual_vector_bytes :
+             {16, 32}) {  // a 16-bit input's vector under its own dtype, and under fp32
           for (const int64_t rows : {1, 64, 200, 1000000}) {
             check_backward(vectors, rows, 16, residual_vector_bytes, aligned, true, kHopper);
           }

@@ -1,11 +1,13 @@
 """DTensor, FSDP2, tensor parallelism with sequence parallel norms, DDP: many processes give what one gives.
 
-Four processes over gloo on the CPU, two over NCCL on two GPUs. Models are in fp64, where only a wrong result differs.
+Four processes over gloo on the CPU, two over NCCL on two GPUs. All in fp64: what differs is wrong.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
+import functools
 import importlib.util
 import itertools
 import os
@@ -40,36 +42,47 @@ def assert_same(actual: object, expected: object) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-# --- DTensor ----------------------------------------------------------------------------------------------------------
+# --- DTensor ------------------------------------------------------------------------------------------------
 
 
-def tensors(device: torch.device, shape=(4, 8, 16), dtype=torch.float64, residual_dtype=torch.float64) -> list[Tensor]:
+def tensors(
+    device: torch.device, shape=(4, 8, 16), dtype=torch.float64, residual_dtype=torch.float64
+) -> list[Tensor]:
     """input, residual, weight, and a gradient of each result: the same in every process."""
-    shapes = [(shape, dtype), (shape, residual_dtype), (shape[-1:], dtype), (shape, dtype), (shape, residual_dtype)]
+    shapes = [
+        (shape, dtype),
+        (shape, residual_dtype),
+        (shape[-1:], dtype),
+        (shape, dtype),
+        (shape, residual_dtype),
+    ]
     return [torch.randn(size, dtype=torch.float64).to(device, kind) for size, kind in shapes]
 
 
-def step(x: Tensor, r: Tensor, w: Tensor, *grads: Tensor, needs: tuple[bool, ...] = (True,) * 3) -> list[Tensor]:
+def step(
+    x: Tensor, r: Tensor, w: Tensor, *grads: Tensor, needs: tuple[bool, ...] = (True,) * 3
+) -> list[Tensor]:
     """Both results, and the gradient of whatever needs one."""
     leaves = [t.detach().requires_grad_(need) for t, need in zip((x, r, w), needs, strict=True)]
     results = fused.add_rms_norm(*leaves, 1e-5, offset=1.0)
-    differentiable = [(result, grad) for result, grad in zip(results, grads, strict=True) if result.requires_grad]
+    differentiable = [pair for pair in zip(results, grads, strict=True) if pair[0].requires_grad]
     torch.autograd.backward(*zip(*differentiable, strict=True))
     return [*results, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
+@functools.cache  # torch.compile fails on a second mesh that is equal to a first, torch's own operators too
 def mesh_of(device: torch.device, *shape: int):
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device.type, shape or (dist.get_world_size(),))
+    shape = shape or (dist.get_world_size(),)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor")[: len(shape)])
 
 
-def distributed_step(args: list[Tensor], mesh, *rows, **options) -> list[Tensor]:
-    """`step` on DTensors whose rows are placed as said and whose weight is replicated."""
+def distributed(args: list[Tensor], mesh, *rows) -> list[Tensor]:
+    """DTensors whose rows are placed as said and whose weight is replicated."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    placements = [[Replicate()] * mesh.ndim if arg.dim() == 1 else list(rows) for arg in args]
-    return step(*(distribute_tensor(a, mesh, p) for a, p in zip(args, placements, strict=True)), **options)
+    return [distribute_tensor(t, mesh, rows if t.dim() > 1 else [Replicate()] * mesh.ndim) for t in args]
 
 
 @check
@@ -80,8 +93,9 @@ def sharded_rows_stay_where_they_are(device):
 
     mesh, args = mesh_of(device), tensors(device)
     for dim in (0, 1):
+        shards = distributed(args, mesh, Shard(dim))
         with CommDebugMode() as communication:
-            out, residual_out, dx, dr, dw = distributed_step(args, mesh, Shard(dim))
+            out, residual_out, dx, dr, dw = step(*shards)
         assert communication.get_total_counts() == 0
         assert {t.placements for t in (out, residual_out, dx, dr)} == {(Shard(dim),)}
         assert dw.placements == (Partial(),)
@@ -96,7 +110,7 @@ def any_subset_of_gradients_in_any_placement(device):
     mesh, args = mesh_of(device), tensors(device)
     subsets = [needs for needs in itertools.product((True, False), repeat=3) if any(needs)]
     for rows, needs in itertools.product((Shard(0), Shard(1), Shard(2), Replicate()), subsets):
-        actual = [t.full_tensor() for t in distributed_step(args, mesh, rows, needs=needs)]
+        actual = [t.full_tensor() for t in step(*distributed(args, mesh, rows), needs=needs)]
         assert_same(actual, step(*args, needs=needs))
 
 
@@ -107,7 +121,7 @@ def a_mesh_of_two_dimensions(device):
     mesh, args = mesh_of(device, dist.get_world_size() // 2, 2), tensors(device)
     for rows in itertools.product((Shard(0), Shard(1), Replicate()), repeat=2):
         for needs in ((True, True, True), (True, True, False), (False, False, True)):
-            actual = distributed_step(args, mesh, *rows, needs=needs)
+            actual = step(*distributed(args, mesh, *rows), needs=needs)
             assert actual[0].placements == rows
             if needs[2]:
                 assert actual[-1].placements == tuple(Partial() if p.is_shard() else p for p in rows)
@@ -119,7 +133,7 @@ def an_fp32_stream_under_a_16_bit_branch(device):
     from torch.distributed.tensor import Shard
 
     args = tensors(device, dtype=torch.bfloat16, residual_dtype=torch.float32)
-    actual = distributed_step(args, mesh_of(device), Shard(1))
+    actual = step(*distributed(args, mesh_of(device), Shard(1)))
     expected = step(*args)
     assert [t.dtype for t in actual] == [t.dtype for t in expected]
     for index in range(4):  # by rows, so bit for bit; the weight's gradient is rounded in each process
@@ -131,7 +145,7 @@ def a_sharded_last_dimension_is_redistributed_first(device):
     from torch.distributed.tensor import Shard
 
     mesh, args = mesh_of(device), tensors(device)
-    out, residual_out, *grads = distributed_step(args, mesh, Shard(2))
+    out, residual_out, *grads = step(*distributed(args, mesh, Shard(2)))
     assert Shard(2) not in (*out.placements, *residual_out.placements)
     assert_same([t.full_tensor() for t in (out, residual_out, *grads)], step(*args))
 
@@ -143,170 +157,162 @@ def rows_that_do_not_divide_evenly(device):
     size = dist.get_world_size()
     for rows in (size + 1, 2 * size - 1, 1):
         args = tensors(device, (rows, 3, 16))
-        assert_same([t.full_tensor() for t in distributed_step(args, mesh_of(device), Shard(0))], step(*args))
+        assert_same(
+            [t.full_tensor() for t in step(*distributed(args, mesh_of(device), Shard(0)))], step(*args)
+        )
 
 
 @check
 def arguments_placed_differently_are_brought_together(device):
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    mesh, (x, r, w, *_) = mesh_of(device), tensors(device)
-    expected = fused.add_rms_norm(x, r, w)
-    shared = [distribute_tensor(r, mesh, [Shard(1)]), distribute_tensor(w, mesh, [Replicate()])]
-    pending = DTensor.from_local(x / dist.get_world_size(), mesh, [Partial()])  # of a row-wise linear layer
-    for input in (distribute_tensor(x, mesh, [Replicate()]), distribute_tensor(x, mesh, [Shard(0)]), pending):
-        assert_same([t.full_tensor() for t in fused.add_rms_norm(input, *shared)], list(expected))
+    mesh, args = mesh_of(device), tensors(device)
+    expected = fused.add_rms_norm(*args[:3])
+    _, r, w, *_ = distributed(args, mesh, Shard(1))
+    pending = DTensor.from_local(
+        args[0] / dist.get_world_size(), mesh, [Partial()]
+    )  # of a row-wise linear layer
+    for x in (distributed(args, mesh, Replicate())[0], distributed(args, mesh, Shard(0))[0], pending):
+        assert_same([t.full_tensor() for t in fused.add_rms_norm(x, r, w)], list(expected))
 
 
 @check
 def rms_norm_and_no_weight_and_no_grad(device):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
-    mesh, (x, r, w, *_) = mesh_of(device), tensors(device)
-    dx, dr, dw = (distribute_tensor(t, mesh, [Shard(0) if t.dim() > 1 else Replicate()]) for t in (x, r, w))
-    assert_same(fused.rms_norm(dx, dw).full_tensor(), fused.rms_norm(x, w))
-    assert_same(fused.rms_norm(dx).full_tensor(), fused.rms_norm(x))
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            actual = fused.add_rms_norm(dx, dr, out_dtype=torch.float64)
-            assert_same([t.full_tensor() for t in actual], list(fused.add_rms_norm(x, r)))
-    leaf, plain_leaf = dx.detach().requires_grad_(), x.clone().requires_grad_()
-    fused.rms_norm(leaf, dw).sin().sum().backward()
-    fused.rms_norm(plain_leaf, w).sin().sum().backward()
-    assert_same(leaf.grad.full_tensor(), plain_leaf.grad)
+    mesh, args = mesh_of(device), tensors(device)
+    for x, r, w, *_ in (args, distributed(args, mesh, Shard(0))):
+        leaf = x.detach().requires_grad_()
+        fused.rms_norm(leaf, w).sin().sum().backward()
+        results = [leaf.grad, fused.rms_norm(x, w), fused.rms_norm(x), *fused.add_rms_norm(x, r)]
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                results += fused.add_rms_norm(x, r, w, out_dtype=torch.float64)
+        if x is args[0]:
+            expected = results
+    assert_same([t.full_tensor() for t in results], expected)
 
 
 @check
 def in_place_forms_refuse_dtensors(device):
     """A redistributed temporary would be overwritten in the argument's place."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
-    mesh, (x, r, *_) = mesh_of(device), tensors(device)
+    args = tensors(device)
     for rows in (Shard(0), Shard(2)):
-        dx, dr = (distribute_tensor(t, mesh, [rows]) for t in (x, r))
-        for call in (lambda: fused.add_rms_norm_(dx, dr), lambda: fused.add_rms_norm(dx, dr, out=(dx, dr))):  # noqa: B023
-            with pytest.raises(NotImplementedError, match="does not have a sharding strategy"):
-                call()
-        assert torch.equal(dx.full_tensor(), x) and torch.equal(dr.full_tensor(), r)
+        x, r, *_ = distributed(args, mesh_of(device), rows)
+        with pytest.raises(NotImplementedError, match="does not have a sharding strategy"):
+            fused.add_rms_norm_(x, r)
+        with pytest.raises(NotImplementedError, match="does not have a sharding strategy"):
+            fused.add_rms_norm(x, r, out=(x, r))
+        assert torch.equal(x.full_tensor(), args[0]) and torch.equal(r.full_tensor(), args[1])
 
 
 @check
 def compiled_with_dtensors(device):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
-    mesh, (x, r, w, *_) = mesh_of(device), tensors(device)
-    norm = torch.compile(lambda *args: fused.add_rms_norm(*args), fullgraph=True, backend="aot_eager")
-
-    def gradients(call) -> list[Tensor]:
-        rows = [distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in (x, r)]
-        weight = distribute_tensor(w, mesh, [Replicate()]).requires_grad_()
-        out, residual_out = call(*rows, weight)
+    shards = distributed(tensors(device), mesh_of(device), Shard(1))
+    call = torch.compile(lambda *args: fused.add_rms_norm(*args), fullgraph=True, backend="aot_eager")
+    gradients = []
+    for run in (call, fused.add_rms_norm):
+        leaves = [t.detach().requires_grad_() for t in shards[:3]]
+        out, residual_out = run(*leaves)
         (out.sin() + residual_out).sum().backward()
-        return [t.grad.full_tensor() for t in (*rows, weight)]
-
-    assert_same(gradients(norm), gradients(fused.add_rms_norm))
-
-
-# --- Models -----------------------------------------------------------------------------------------------------------
+        gradients.append([t.grad.full_tensor() for t in leaves])
+    assert_same(*gradients)
 
 
-def example() -> ModuleType:
+# --- Models -------------------------------------------------------------------------------------------------
+
+
+def training_steps(
+    training: ModuleType, model: nn.Module, device: torch.device, mesh=None
+) -> dict[str, Tensor]:
+    """Loss and every gradient of the second of two steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2):
+        tokens = training.batch(number, device)
+        if mesh is not None:
+            tokens = tokens.chunk(mesh.size(0))[mesh.get_local_rank(0)]
+        optimizer.zero_grad()
+        loss = model(tokens)
+        loss.backward()
+        if number == 0:
+            optimizer.step()
+    results = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()} | {
+        "loss": loss.detach()
+    }
+    if mesh is not None:
+        dist.all_reduce(results["loss"])
+        results["loss"] /= dist.get_world_size()
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in results.items()}
+
+
+def assert_trains_as_one_process(device: torch.device, mesh, parallelize: Callable) -> None:
     spec = importlib.util.spec_from_file_location("distributed_training", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def assert_trains_as_one_process(device: torch.device, parallelize, *shape: int) -> None:
-    """Loss and every gradient, of two steps with an optimiser between them."""
-    training = example()
+    training = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(training)
     torch.manual_seed(0)
     model = training.Decoder().double().to(device)
     for module in model.modules():
         if isinstance(module, fused.AddRMSNorm):
             nn.init.normal_(module.weight, 1.0)
-    expected = training_steps(training, model.state_dict(), lambda model: model, device, 1, 0)
-    mesh = mesh_of(device, *shape)
-    actual = training_steps(
-        training,
-        model.state_dict(),
-        lambda model: parallelize(training, model, mesh),
-        device,
-        mesh.size(0),
-        mesh.get_local_rank(0),
-    )
-    dist.all_reduce(actual["loss"])
-    actual["loss"] /= dist.get_world_size()
-    assert_same(actual, expected)
-
-
-def training_steps(training, weights, parallelize, device, replicas: int, rank: int) -> dict[str, Tensor]:
-    model = training.Decoder().double().to(device)
-    model.load_state_dict(weights)
-    model = parallelize(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    results: dict[str, Tensor] = {}
-    for number in range(2):
-        optimizer.zero_grad()
-        results["loss"] = training.loss_of(model, training.batch(number, device).chunk(replicas)[rank])
-        results["loss"].backward()
-        if number == 0:
-            optimizer.step()
-    results["loss"] = results["loss"].detach()
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        results[name.removeprefix("module.")] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-    return results
+    model, other = copy.deepcopy(model), model
+    expected = training_steps(training, other, device)
+    assert_same(training_steps(training, parallelize(training, model), device, mesh), expected)
 
 
 @check
 def fsdp2(device):
-    def parallelize(training, model, mesh):
+    mesh = mesh_of(device)
+
+    def parallelize(training, model):
         training.fsdp(model, mesh)
         return model
 
-    assert_trains_as_one_process(device, parallelize)
+    assert_trains_as_one_process(device, mesh, parallelize)
 
 
 @check
 def tensor_parallelism_with_sequence_parallel_norms(device):
-    def parallelize(training, model, mesh):
-        training.tensor_parallel(model, mesh["tensor"])
-        training.fsdp(model, mesh["data"])
-        norms = [m for m in model.modules() if isinstance(m, fused.AddRMSNorm)]
-        norms[1].register_forward_hook(lambda _, args, results: seen.extend([*args, *results]))
-        return model
-
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
 
-    seen: list[Tensor] = []
-    shape = (dist.get_world_size() // 2, 2)
-    named = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
-    assert_trains_as_one_process(device, lambda training, model, _: parallelize(training, model, named), *shape)
+    mesh, seen = mesh_of(device, dist.get_world_size() // 2, 2), []
+
+    def parallelize(training, model):
+        training.tensor_parallel(model, mesh["tensor"])
+        training.fsdp(model, mesh["data"])
+        norm = model.layers[1].mlp_norm
+        norm.register_forward_hook(lambda _, args, results: seen.extend([*args, *results]))
+        return model
+
+    assert_trains_as_one_process(device, mesh, parallelize)
     assert len(seen) == 2 * 4 and all(t.placements == (Shard(1),) for t in seen)
 
 
 @check
 def ddp(device):
-    def parallelize(training, model, mesh):
+    def parallelize(training, model):
         return nn.parallel.DistributedDataParallel(model)
 
-    assert_trains_as_one_process(device, parallelize)
+    assert_trains_as_one_process(device, mesh_of(device), parallelize)
 
 
 @check
 def half_the_tokens_each(device):
     """Sequence parallelism by hand, without DTensor: the weight's gradient is to be summed over processes."""
     args = tensors(device)
-    *rows, dw = step(*(t if t.dim() == 1 else t.chunk(dist.get_world_size(), 1)[dist.get_rank()] for t in args))
+    *rows, dw = step(
+        *(t if t.dim() == 1 else t.chunk(dist.get_world_size(), 1)[dist.get_rank()] for t in args)
+    )
     dist.all_reduce(dw)
     expected = step(*args)
     assert_same(dw, expected[-1])
     assert_same(rows[2], expected[2].chunk(dist.get_world_size(), 1)[dist.get_rank()])
 
 
-# --- Running them -----------------------------------------------------------------------------------------------------
+# --- Running them -------------------------------------------------------------------------------------------
 
 
 def process(rank: int, device_type: str, folder: str, failures: dict[str, str]) -> None:

@@ -10,6 +10,5 @@ transformers.logging.disable_progress_bar()
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def nothing_compiled():
     torch._dynamo.reset()
-    torch.manual_seed(0)

@@ -70,20 +70,7 @@ def test_greedy_tokens_are_identical(smollm2):
     compare_greedy_tokens(*smollm2, PROMPTS[:2], 30)
 
 
-on_each_device = pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
-        ),
-    ],
-)
-
-
 @pytest.mark.slow
-@on_each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_200_greedy_tokens_of_ten_prompts_are_identical(smollm2, dtype, device):
     tokenizer, model = smollm2
