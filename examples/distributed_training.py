@@ -183,6 +183,7 @@ def main() -> None:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"step {step}  loss {loss.item():.4f}")
     if dist.is_initialized():
+        dist.barrier()  # nobody leaves while gloo's threads still hold tensors: Python could be gone under them
         dist.destroy_process_group()
 
 
