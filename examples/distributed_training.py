@@ -174,16 +174,15 @@ def main() -> None:
     for step in range(args.steps):
         loss = model(batch(step, device).chunk(replicas)[rank])
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
         loss = loss.detach()
         if dist.is_initialized():
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"step {step}  loss {loss.item():.4f}")
     if dist.is_initialized():
-        dist.barrier()  # nobody leaves while gloo's threads still hold tensors: Python could be gone under them
         dist.destroy_process_group()
 
 

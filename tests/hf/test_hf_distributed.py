@@ -124,12 +124,14 @@ def process(rank, device_type, folder, failures):
         world_size=2,
         timeout=datetime.timedelta(minutes=2),  # one that fails leaves the other waiting
     )
+    found = {}
     for name, (check, *arguments) in CHECKS.items():
         try:
             check(device, *[folder if argument is FOLDER else argument for argument in arguments])
         except Exception:
-            failures[f"{name}, rank {rank}"] = traceback.format_exc()
+            found[f"{name}, rank {rank}"] = traceback.format_exc()
     torch.distributed.destroy_process_group()
+    failures.update(found)  # last, so that gloo's threads are done with their tensors before Python is
 
 
 def run_two(device_type):
