@@ -93,7 +93,8 @@ def add_rms_norm_(
     ``residual`` becomes ``residual_out``.
 
     Takes the arguments of :func:`add_rms_norm`, writes through any strides whose last dimension is dense, and
-    allocates nothing. For inference.
+    allocates nothing, unless the weight is strided or of neither input's dtype nor fp32: then it is copied.
+    For inference.
 
     Raises:
         RuntimeError: as :func:`add_rms_norm`; also where input and residual share memory, where strides
