@@ -63,6 +63,13 @@ bench: $(call with,$(built),bench) ## time the operators against their peers
 bench-hf: $(call with,$(built),demo) $(call with,,model) ## time a Hugging Face model, before and after
 	$(PY) benchmarks/hf.py $(ARGS)
 
+tune: build/tune ## time every configuration of the CUDA kernels on a shape, on a GPU
+	build/tune $(ARGS)
+
+build/tune: benchmarks/tune.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh csrc/cuda/*.cu)
+	mkdir -p build
+	'$(CUDA_HOME)/bin/nvcc' -O3 -std=c++17 -arch=$(or $(TUNE_FOR),native) --threads 0 -Icsrc -o $@ $(filter %.cu,$^)
+
 lint: $(call with,$(built),dev) ## check format, style and types
 	ruff format --check .
 	ruff check .
@@ -102,7 +109,7 @@ docs: $(call with,$(built),docs) ## the API reference, in build/docs
 clean: ## remove what was built; .venv stays
 	rm -rf build dist python/*.egg-info python/fused_add_rms_norm/*.so
 
-.PHONY: help demo test gpu-test ctest bench bench-hf lint format fuzz asan sanitize coverage docs clean
+.PHONY: help demo test gpu-test ctest bench bench-hf tune lint format fuzz asan sanitize coverage docs clean
 
 # torch first: the build needs it and must not fetch another.
 .venv/.torch: pyproject.toml

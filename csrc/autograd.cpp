@@ -15,8 +15,7 @@ namespace {
 
 using at::Tensor;
 
-// --- The formula
-// ----------------------------------------------------------------------------------------------------------
+// --- The formula -----------------------------------------------------------
 
 Tensor formula_scale(const OptionalTensor& weight, double offset, at::ScalarType dtype) {
   return weight->to(dtype) + offset;
@@ -82,8 +81,7 @@ bool needs_grad(const Tensors*... tensors) {
   return at::GradMode::is_enabled() && ((tensors && tensors->defined() && tensors->requires_grad()) || ...);
 }
 
-// --- The Function
-// ---------------------------------------------------------------------------------------------------------
+// --- The Function ----------------------------------------------------------
 
 // add_rms_norm with a residual, rms_norm without. Returns (out, residual_out) or (out).
 struct AddRMSNormFunction : torch::autograd::Function<AddRMSNormFunction> {
@@ -152,8 +150,7 @@ struct AddRMSNormFunction : torch::autograd::Function<AddRMSNormFunction> {
   }
 };
 
-// --- Autograd kernels
-// -----------------------------------------------------------------------------------------------------
+// --- Autograd kernels ------------------------------------------------------
 
 std::tuple<Tensor, Tensor> add_rms_norm_autograd(const Tensor& input, const Tensor& residual,
                                                  const OptionalTensor& weight, double eps, double offset,

@@ -24,7 +24,6 @@ template <class T>
 using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // --- Instruction sets: `body` is compiled for each and inlined into the one the machine has
-// ---------------------------------
 
 #if defined(__x86_64__) && defined(__GNUC__)
 template <class Body>
@@ -53,8 +52,7 @@ void run(const Body& body, int64_t begin, int64_t end) {
 }
 #endif
 
-// --- Blocks
-// ---------------------------------------------------------------------------------------------------------------
+// --- Blocks ----------------------------------------------------------------
 // `count` is kBlock in the main loop, where the compiler sees the constant and vectorises, and less in a
 // row's last block.
 
@@ -137,8 +135,7 @@ std::vector<A> scale_row(const Weight& weight, double offset, int64_t cols) {
   return scale;
 }
 
-// --- Forward
-// --------------------------------------------------------------------------------------------------------------
+// --- Forward ---------------------------------------------------------------
 
 template <class T, class R, class O>
 struct ForwardRows {
@@ -184,8 +181,7 @@ struct ForwardRows {
   }
 };
 
-// --- Backward
-// -------------------------------------------------------------------------------------------------------------
+// --- Backward --------------------------------------------------------------
 
 template <class T, class R, class O>
 struct BackwardRows {

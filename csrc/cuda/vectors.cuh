@@ -32,8 +32,7 @@ using Constant = std::integral_constant<int, Value>;
 template <class T>
 constexpr int kVectorElements = kBlockBytes / sizeof(T);
 
-// --- Conversions
-// ----------------------------------------------------------------------------------------------------------
+// --- Conversions -----------------------------------------------------------
 
 // N elements of T as the 32-bit words they are loaded and stored in.
 template <class T, int N>
@@ -100,8 +99,7 @@ __device__ __forceinline__ auto element(const Words<T, N>& words, int i) {
   }
 }
 
-// --- Memory
-// ---------------------------------------------------------------------------------------------------------------
+// --- Memory ----------------------------------------------------------------
 
 // Moves an array of words down by `bytes` (0 to 15); the vacated end is garbage. Selects rather than
 // branches, so that the array stays in registers.
