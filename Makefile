@@ -63,6 +63,9 @@ bench: $(call with,$(built),bench) ## time the operators against their peers
 bench-hf: $(call with,$(built),demo) $(call with,,model) ## time a Hugging Face model, before and after
 	$(PY) benchmarks/hf.py $(ARGS)
 
+bench-install: $(call with,$(built),report) ## install the last commit in every way, fresh environments
+	$(PY) benchmarks/install.py $(ARGS)
+
 tune: build/tune ## time every configuration of the CUDA kernels on a shape, on a GPU
 	build/tune $(ARGS)
 
@@ -109,7 +112,7 @@ docs: $(call with,$(built),docs) ## the API reference, in build/docs
 clean: ## remove what was built; .venv stays
 	rm -rf build dist python/*.egg-info python/fused_add_rms_norm/*.so
 
-.PHONY: help demo test gpu-test ctest bench bench-hf tune lint format fuzz asan sanitize coverage docs clean
+.PHONY: help demo test gpu-test ctest bench bench-hf bench-install tune lint format fuzz asan sanitize coverage docs clean
 
 # torch first: the build needs it and must not fetch another.
 .venv/.torch: pyproject.toml

@@ -137,6 +137,17 @@ def refusal_rows(results: Results) -> Rows:
     return rows if len(rows) > 1 else []
 
 
+def install_rows(results: Results) -> Rows:
+    """What install.py tried: time and memory of the whole command, dependencies left out."""
+    rows = [["", "", "kernels", "minutes", "GiB", ""]]
+    for case in results.cases("install"):
+        for way, record in results.of("install", case).items():
+            took = (f"{record['seconds'] / 60:.1f}", f"{record['gib']:.1f}")
+            outcome = record["message"] if record["status"] == "ok" else record["status"]
+            rows.append([case, way, record.get("kernels", ""), *took, outcome])
+    return rows if len(rows) > 1 else []
+
+
 def target_rows(results: Results) -> Rows:
     if not results.headers:
         return []
@@ -184,6 +195,7 @@ def all_tables(results: Results) -> dict[str, tuple[str, Rows]]:
         "environment": ("Runs", environment_rows(results)),
         "summary": ("Summary", summary_rows(results)),
         **{name: (table.title, table.rows(results)) for name, table in TABLES.items()},
+        "install": ("Ways to install", install_rows(results)),
         "refusals": ("Refused, wrong, skipped or crashed", refusal_rows(results)),
         "targets": ("Targets", target_rows(results)),
     }
