@@ -1,9 +1,9 @@
 // Backward for every GPU, address and H. Bytes per row: grad_out, residual_out and grad_residual_out read,
 // the gradients written; a few persistent blocks an SM, so that grad_weight's partial sums stay in registers.
 // (backward_ring.cu is faster where it can run.)
+#include "cuda/assembly.cuh"
 #include "cuda/backward.cuh"
 #include "cuda/backward.h"
-#include "cuda/hopper.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/vectors.cuh"
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(256)
   using A = Accumulate<T>;
   constexpr int N = kVectorElements<T>,
                 kStride = kWarp * N;  // columns from one of a thread's vectors to the next
-  extern __shared__ __align__(128) unsigned char shared[];
+  FUSED_DYNAMIC_SHARED(shared);
 
   const int threads = config.threads, lanes = min(threads, kWarp), thread = threadIdx.x,
             warp = thread / kWarp;

@@ -8,9 +8,9 @@
 // A row is finished one iteration after its sum was formed: neither the team's nor the cluster's exchange is
 // waited for. A stage is given back a barrier later than it was last read, so three stages are the least that
 // make progress.
+#include "cuda/assembly.cuh"
 #include "cuda/backward.cuh"
 #include "cuda/backward.h"
-#include "cuda/hopper.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/vectors.cuh"
@@ -31,10 +31,11 @@ __global__ void __launch_bounds__(MaxThreads)
                        const __grid_constant__ BackwardConfig config,
                        const __grid_constant__ SumLayout sum_layout,
                        const __grid_constant__ RingLayout layout, float* partials) {
+#if FUSED_HOPPER  // older GPUs get an empty kernel, which is never launched
   constexpr int N = kVectorElements<T>,
                 kStride = kWarp * N;  // columns from one of a thread's vectors to the next
   constexpr bool kWantsInput = Wants & kWantsGradInput, kWantsWeight = Wants & kWantsGradWeight;
-  extern __shared__ __align__(128) unsigned char shared[];
+  FUSED_DYNAMIC_SHARED(shared);
 
   // threadIdx.x counts within a team, which has a row to itself.
   const int team = threadIdx.y, lane = threadIdx.x % kWarp, stages = config.stages;
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(MaxThreads)
          at += blockDim.x * kBlockBytes) {
       *reinterpret_cast<uint4*>(ring + at) = {};
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_bulk_copies();
   }
   if (cluster > 1) {
     cluster_arrive();
@@ -219,6 +220,7 @@ __global__ void __launch_bounds__(MaxThreads)
     for (int v = 0; v < V; ++v) run[v] = pack<float, N>(grad_weight[v]);
     store_run<Aligned>(partials, remaining(0), run, lane, kWarp);
   }
+#endif
 }
 
 }  // namespace

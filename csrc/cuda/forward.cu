@@ -1,7 +1,7 @@
 // Forward. Bytes per row: input and residual read once, out and residual_out written once; the weight comes
 // from the L1 cache.
+#include "cuda/assembly.cuh"
 #include "cuda/forward.h"
-#include "cuda/hopper.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/vectors.cuh"
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(MaxThreads)
                 kStride = kWarp * N;  // columns from one of a thread's vectors to the next
   constexpr bool kWeightFirst =
       V <= 2;  // latency counts, and the registers are there; else it arrives during the exchange
-  extern __shared__ __align__(128) unsigned char shared[];
+  FUSED_DYNAMIC_SHARED(shared);
   auto& barrier = *reinterpret_cast<TransactionBarrier*>(shared);
   A* sums = reinterpret_cast<A*>(shared + kBlockBytes) + threadIdx.y * layout.warps;
 

@@ -258,11 +258,4 @@ __device__ __forceinline__ void unpack_scale(const Words<W, N>& weight, bool has
   for (int i = 0; i < N; ++i) values[i] = has_weight ? values[i] + offset : A(1);
 }
 
-// The compiler would rather unpack again in every iteration of a loop than hold the values.
-template <int N>
-__device__ __forceinline__ void keep_in_registers(float (&values)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(values[i]));
-}
-
 }  // namespace fused::cuda

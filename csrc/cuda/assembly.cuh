@@ -1,12 +1,15 @@
-// What sm_90 adds, as the PTX instructions that CUDA C++ has no plain words for: dependent launch,
-// transaction barriers, bulk copies into shared memory, and stores into the shared memory of a cluster's
-// other blocks. Nothing here is reached on older GPUs: the host asks for clusters and dependent launch only
-// where the kernel's code is for sm_90 or later.
+// All that is not plain CUDA C++, in one place, of which tests/emulation has a twin: hints to the compiler,
+// and the PTX instructions of sm_90: dependent launch, transaction barriers, bulk copies into shared memory,
+// and stores into the shared memory of a cluster's other blocks. None of these is reached on older GPUs: the
+// host asks for clusters and dependent launch only where the kernel's code is for sm_90 or later.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/vectors.cuh"
+
+// Declares a block's dynamic shared memory.
+#define FUSED_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 
 namespace fused::cuda {
 
@@ -15,6 +18,13 @@ namespace fused::cuda {
 #else
 #define FUSED_HOPPER 0
 #endif
+
+// The compiler would rather unpack again in every iteration of a loop than hold the values.
+template <int N>
+__device__ __forceinline__ void keep_in_registers(float (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(values[i]));
+}
 
 // The next kernel in the stream may be launched from here on; what it reads of ours it waits for itself.
 __device__ __forceinline__ void launch_dependents() {
@@ -110,6 +120,13 @@ struct TransactionBarrier {
 #endif
   }
 };
+
+// Orders this thread's own stores to shared memory before bulk copies to the same place.
+__device__ __forceinline__ void fence_bulk_copies() {
+#if FUSED_HOPPER
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 
 // Copies `bytes` (a multiple of 16, both ends on 16 bytes) into this block's shared memory and signals the
 // barrier.
