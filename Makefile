@@ -10,6 +10,7 @@ SHELL := bash
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(or $(shell command -v nvcc),/usr/local/cuda/bin/nvcc))
 ifeq ($(wildcard /dev/nvidia[0-9]* /dev/dxg),)
 export TORCH_CUDA_ARCH_LIST ?= 9.0
+oldest := TORCH_CUDA_ARCH_LIST=7.5# for the C++ library, so that older GPUs' code is compiled too
 note := (no GPU in sight: TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST))
 ifeq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
 export FUSED_CUDA ?= 0
@@ -30,7 +31,7 @@ endif
 # The library is rebuilt when a source changes, or torch, or what was asked for; ninja then compiles what that touches.
 sources := setup.py $(shell find csrc -type f) $(wildcard .venv/lib/python3*/site-packages/torch/version.py)
 built := build/.built-$(firstword $(shell echo '$(PY) $(FUSED_CUDA) $(TORCH_CUDA_ARCH_LIST)' | md5sum))
-cpp := $(shell find benchmarks csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+cpp := $(shell find benchmarks csrc tests -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -52,7 +53,7 @@ ctest: $(call with,$(built),test) ## the C++ library and the programs that use i
 	@if [ ! -x '$(CUDA_HOME)/bin/nvcc' ] && $(PY) -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then \
 	    echo 'ctest left out: a torch built for CUDA needs the CUDA toolkit for C++ programs'; exit; \
 	fi; \
-	cmake -S . -B build/cmake -G Ninja \
+	$(oldest) cmake -S . -B build/cmake -G Ninja \
 	    -DCMAKE_PREFIX_PATH="$$($(PY) -c 'import torch; print(torch.utils.cmake_prefix_path)')"; \
 	cmake --build build/cmake --parallel $${MAX_JOBS:-$$(nproc)}; \
 	ctest --test-dir build/cmake --output-on-failure
@@ -99,6 +100,12 @@ sanitize: $(call with,$(built),test) ## GPU tests under compute-sanitizer's four
 	        $(PY) -m pytest -m gpu $(ARGS); \
 	done
 
+# Left out: that CPU kernels are parallel, and the precision of sums that a real GPU spreads over more blocks.
+emulate: $(call with,$(built),test) ## tests of the CUDA kernels on the CPU, thread by thread, without a GPU
+	$(PY) tests/emulation/build.py build/emulated
+	PYTHONPATH=build/emulated $(PY) -m pytest -m "not gpu and not slow" -k "not in_parallel and not keeps_its_digits" \
+	    $(addprefix tests/test_,$(addsuffix .py,forward sizes layouts aliasing autograd invariance extremes fuzz)) $(ARGS)
+
 coverage: $(call with,,dev) $(call with,,test) ## lines of Python and C++ that the CPU tests reach
 	FUSED_CUDA=0 FUSED_INSTRUMENT=coverage $(PY) setup.py build --build-lib build/coverage
 	find build -name '*.gcda' -delete
@@ -112,7 +119,7 @@ docs: $(call with,$(built),docs) ## the API reference, in build/docs
 clean: ## remove what was built; .venv stays
 	rm -rf build dist python/*.egg-info python/fused_add_rms_norm/*.so
 
-.PHONY: help demo test gpu-test ctest bench bench-hf bench-install tune lint format fuzz asan sanitize coverage docs clean
+.PHONY: help demo test gpu-test ctest bench bench-hf bench-install tune lint format fuzz asan sanitize emulate coverage docs clean
 
 # torch first: the build needs it and must not fetch another.
 .venv/.torch: pyproject.toml

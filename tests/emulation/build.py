@@ -1,0 +1,45 @@
+"""Builds the package with its CUDA kernels, emulated, in the place of the CPU's: `make emulate`.
+
+python tests/emulation/build.py FOLDER && PYTHONPATH=FOLDER python -m pytest tests/test_forward.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from torch.utils import cpp_extension
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]).resolve()
+    package = folder / "fused_add_rms_norm"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "python/fused_add_rms_norm", package, ignore=ignored, dirs_exist_ok=True)
+
+    sources = [HERE / "emulation.cpp", *ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/python/*.cpp")]
+    for source in [*ROOT.glob("csrc/cuda/*.cpp"), *ROOT.glob("csrc/cuda/*.cu")]:
+        wrapper = folder / f"cuda_{source.name}.cpp"  # g++ takes a .cu file for a linker script
+        if not wrapper.exists():
+            wrapper.write_text(f'#include "emulation.h"\n#include "{source}"\n')
+        sources.append(wrapper)
+    if cpp_extension.CUDA_HOME is None:
+        sys.exit("expected a CUDA toolkit (CUDA_HOME), whose headers the emulation takes; got none")
+    os.environ.setdefault("MAX_JOBS", str(os.cpu_count()))
+    cpp_extension.load(
+        name="_C",
+        sources=[str(source) for source in sources],
+        build_directory=str(package),
+        extra_include_paths=[str(HERE), str(ROOT / "csrc"), f"{cpp_extension.CUDA_HOME}/include"],
+        # No fused multiply-add but where the kernels ask for one.
+        extra_cflags=["-O1", "-g0", "-ffp-contract=off", "-Wno-attributes"],
+    )
+
+
+if __name__ == "__main__":
+    main()
