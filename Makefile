@@ -106,12 +106,15 @@ emulate: $(call with,$(built),test) ## tests of the CUDA kernels on the CPU, thr
 	PYTHONPATH=build/emulated $(PY) -m pytest -m "not gpu and not slow" -k "not in_parallel and not keeps_its_digits" \
 	    $(addprefix tests/test_,$(addsuffix .py,forward sizes layouts aliasing autograd invariance extremes fuzz)) $(ARGS)
 
-coverage: $(call with,,dev) $(call with,,test) ## lines of Python and C++ that the CPU tests reach
+coverage: $(call with,,dev) $(call with,,test) ## lines that the CPU tests reach: all, of the C++ beside the kernels
 	FUSED_CUDA=0 FUSED_INSTRUMENT=coverage $(PY) setup.py build --build-lib build/coverage
 	find build -name '*.gcda' -delete
-	PYTHONPATH=build/coverage coverage run --data-file=build/.coverage --source=fused_add_rms_norm -m pytest $(ARGS)
-	coverage report --data-file=build/.coverage
-	gcovr --root . --filter csrc/ --merge-lines build/*-coverage
+	PYTHONPATH=build/coverage coverage run -m pytest $(ARGS)
+	coverage combine -q
+	coverage report --show-missing
+	gcovr --root . --filter csrc/ --merge-lines --gcov-suspicious-hits-threshold 0 --json build/coverage.json build/*-coverage
+	gcovr --merge-lines --add-tracefile build/coverage.json
+	gcovr --merge-lines --add-tracefile build/coverage.json --filter 'csrc/[^/]+$$' --fail-under-line 100 > build/coverage.txt
 
 docs: $(call with,$(built),docs) ## the API reference, in build/docs
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs

@@ -10,6 +10,8 @@ using namespace fused::cuda;
 namespace {
 
 constexpr Gpu kHopper{132, 227 * 1024, true, true, {132, 66, 30, 15, 7}};
+constexpr Gpu kWorkstation{
+    188, 99 * 1024, true, true, {188, 94, 47, 23, 0}};  // newer, with less shared memory
 constexpr Gpu kTuring{40, 64 * 1024, false, false, {}};
 
 int64_t cols = 0;  // under test, for the message
@@ -86,7 +88,7 @@ int main() {
     for (const int vector_elements : {8, 4, 2}) {
       const int64_t vectors = div_up(cols, vector_elements);
       for (const bool aligned : {true, false}) {
-        for (const Gpu& gpu : {kHopper, kTuring}) {
+        for (const Gpu& gpu : {kHopper, kWorkstation, kTuring}) {
           for (const int64_t rows : {1, 2, 16, 17, 64, 132, 133, 264, 265, 4096, 1000000}) {
             check_forward(vectors, rows, aligned, gpu);
           }
@@ -95,7 +97,8 @@ int main() {
         for (const int residual_vector_bytes :
              {16, 32}) {  // a 16-bit input's vector under its own dtype, and under fp32
           for (const int64_t rows : {1, 64, 200, 1000000}) {
-            check_backward(vectors, rows, 16, residual_vector_bytes, aligned, true, kHopper);
+            for (const Gpu& gpu : {kHopper, kWorkstation})
+              check_backward(vectors, rows, 16, residual_vector_bytes, aligned, true, gpu);
           }
         }
       }
