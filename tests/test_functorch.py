@@ -147,6 +147,18 @@ def test_per_sample_gradients_of_a_model(device):
     torch.testing.assert_close(actual, torch.stack(expected))
 
 
+def test_per_sample_gradients_without_a_weight(device):
+    x, r, _ = arguments(device)
+    actual, expected = (
+        vmap(grad(loss_of(f), (0, 1)))(x, r)
+        for f in (
+            lambda x, r: fused.add_rms_norm(x, r, None, EPS),
+            lambda x, r: plain(x, r, torch.full((6,), 1 - OFFSET, device=device)),
+        )
+    )
+    torch.testing.assert_close(actual, expected)
+
+
 def test_ensemble_of_models(device):
     norms = [fused.AddRMSNorm(6, EPS, device=device, dtype=torch.float64) for _ in range(3)]
     for norm in norms:
