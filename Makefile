@@ -64,7 +64,7 @@ bench: $(call with,$(built),bench) ## time the operators against their peers
 bench-hf: $(call with,$(built),demo) $(call with,,model) ## time a Hugging Face model, before and after
 	$(PY) benchmarks/hf.py $(ARGS)
 
-bench-install: $(call with,$(built),report) ## install the last commit in every way, fresh environments
+bench-install: $(call with,,torch) ## install the last commit in every way, fresh environments
 	$(PY) benchmarks/install.py $(ARGS)
 
 tune: build/tune ## time every configuration of the CUDA kernels on a shape, on a GPU
@@ -101,7 +101,7 @@ sanitize: $(call with,$(built),test) ## GPU tests under compute-sanitizer's four
 	done
 
 # Left out: that CPU kernels are parallel, and the precision of sums that a real GPU spreads over more blocks.
-emulate: $(call with,$(built),test) ## tests of the CUDA kernels on the CPU, thread by thread, without a GPU
+emulate: $(call with,,test) ## tests of the CUDA kernels on the CPU, thread by thread, without a GPU
 	$(PY) tests/emulation/build.py build/emulated
 	PYTHONPATH=build/emulated $(PY) -m pytest -m "not gpu and not slow" -k "not in_parallel and not keeps_its_digits" \
 	    $(addprefix tests/test_,$(addsuffix .py,forward sizes layouts aliasing autograd invariance extremes fuzz)) $(ARGS)

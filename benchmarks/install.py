@@ -3,7 +3,7 @@
     python benchmarks/install.py --python python3.11 --python python3.12=2.11.*
 
 An interpreter may name the torch that it gets; else that is the newest. The first tries every way, the others
-the usual one; in each, tests run against what was installed. The table is made by
+the usual one; tests run against whatever was installed. The table is made by
 `report.py RUN.jsonl --pages CONTRIBUTING.md`.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,12 +24,12 @@ from pathlib import Path
 from journal import Journal, environment
 
 ROOT = Path(__file__).parents[1]
-OURS = ("FUSED_CUDA", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS", "PYTHONPATH")
+OURS = ("FUSED_CUDA", "FUSED_INSTRUMENT", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS", "PYTHONPATH")
 TOOLS = "build 'setuptools>=77' ninja uv pytest hypothesis numpy"
 INSTALL = "python -m pip install --no-build-isolation "
-# What needs extras of its own is left out.
-TESTS = "python -m pytest -q tests --ignore tests/hf --ignore tests/test_benchmarks.py"
-TESTS_OF_THE_BUILD = "python -m pytest -q tests/test_build.py tests/test_module.py"
+TESTS = "python -m pytest -q " + " ".join(
+    f"tests/test_{name}.py" for name in ("build", "module", "forward", "autograd")
+)
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,13 @@ def run(command: str, cwd: Path, env: dict[str, str]) -> tuple[int, str, float, 
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    output = process.communicate()[0]
-    watcher.join()
+    try:
+        output = process.communicate()[0]
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        watcher.join()
     return process.returncode, output, time.perf_counter() - start, peak
 
 
@@ -121,27 +127,26 @@ class Environment:
             raise RuntimeError(f"{command}\n{output}")
         return output
 
-    def install(self, way: Way, tests: str) -> dict[str, object]:
+    def install(self, way: Way, commit: str) -> dict[str, object]:
         """The fields of a record."""
         clone = Path(tempfile.mkdtemp(dir=self.folder))
-        self.sh(f"git clone -q '{ROOT}' .", clone)
+        self.sh(f"git clone -q '{ROOT}' . && git checkout -q {commit}", clone)
+        self.sh("python -m pip uninstall -q -y fused-add-rms-norm", clone)
         status, output, seconds, peak = run(way.command, clone, {**self.env, **way.env})
         record = {"seconds": round(seconds, 1), "gib": round(peak / 2**30, 2)}
-        if way.refusal:
-            refused = status != 0 and way.refusal in output
-            return record | {"status": "ok" if refused else "wrong", "message": "refused, and says how"}
+        if way.refusal and status != 0 and way.refusal in output:
+            return record | {"status": "ok", "message": "refused, and says how"}
         try:
-            if status:
+            if way.refusal or status:
                 raise RuntimeError(output)
             facts = self.sh("python -m fused_add_rms_norm", self.folder)
-            passed = re.findall(r"\d+ passed", self.sh(tests, clone))[-1]
-            self.sh("python -m pip uninstall -q -y fused-add-rms-norm", clone)
+            results = re.findall(r"(\d+ passed.*?)(?:,? \d+ warn\w+)? in ", self.sh(TESTS, clone))[-1]
         except RuntimeError as error:
-            return record | {"status": "wrong", "message": str(error)[-2000:]}
-        cuda = re.search(r"CUDA \S+ for ([^,]+)", facts)
+            return record | {"status": "wrong", "message": str(error).replace(str(self.folder), "")[-20000:]}
+        cuda = re.search(r"(CUDA \S+ for [^,]+)", facts)
         return record | {
             "status": "ok",
-            "message": f"self-check ok, tests: {passed}",
+            "message": f"self-check ok, tests: {results}",
             "kernels": f"CPU, {cuda[1]}" if cuda else "CPU",
         }
 
@@ -155,17 +160,20 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/install.jsonl")
     args = parser.parse_args()
-    args.out.unlink(missing_ok=True)
-    journal = Journal(args.out)
-    journal.write("header", **environment(None, {}))
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True, cwd=ROOT).strip()
+    unfinished = args.out.with_suffix(".unfinished")
+    unfinished.unlink(missing_ok=True)
+    journal = Journal(unfinished)
+    journal.write("header", **environment(commit, {}))
     for number, wish in enumerate(args.python or [sys.executable]):
         python, _, torch = wish.partition("=")
         with tempfile.TemporaryDirectory() as folder:
             here = Environment(Path(folder), python, torch or "2.*")
             for way in WAYS if number == 0 else (USUAL,):
-                record = here.install(way, TESTS if way is USUAL else TESTS_OF_THE_BUILD)
+                record = here.install(way, commit)
                 print(f"{here.name}: {way.name}: {record}", flush=True)
                 journal.write("measurement", section="install", case=here.name, provider=way.name, **record)
+    unfinished.replace(args.out)
     return any(record.get("status") == "wrong" for record in journal.records)
 
 
