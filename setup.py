@@ -114,8 +114,8 @@ def main() -> None:
     # torch adds -std and the architectures, the latter only while none of nvcc's flags here contains "arch".
     flags = ["-O3", "-g0", "-fopenmp", *INSTRUMENT_FLAGS[INSTRUMENT]]
     sources = sorted(f for folder in folders for kind in ("cpp", "cu") for f in glob(f"{folder}/*.{kind}"))
-    # nvcc compiles a file for one target after another, unless told to use the cores that are left; two at least, or
-    # the last file would keep one core busy.
+    # nvcc compiles a file for one target after another, unless told to use the cores that are left. For two
+    # at least, or the last file would leave a core idle.
     threads = max(min(2, jobs), jobs // max(1, sum(f.endswith(".cu") for f in sources)))
     extension = (CUDAExtension if with_cuda else CppExtension)(
         "fused_add_rms_norm._C",

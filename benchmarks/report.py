@@ -1,4 +1,4 @@
-"""Reads what bench.py wrote: tables in the terminal, targets, plots, pages, and a comparison of two runs.
+"""Reads what bench.py and install.py wrote: tables, targets, plots, pages, and a comparison of two runs.
 
     python benchmarks/report.py RUN.jsonl                        every table
     python benchmarks/report.py RUN.jsonl --check                the targets; exit status 1 if one is missed

@@ -68,10 +68,9 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_forward(const at::Tensor& input,
                                                     std::optional<at::ScalarType> out_dtype);
 
 // Bits of output_mask: which gradients are computed; the others come back undefined.
-constexpr int64_t kGradInput = 1;  // in input_dtype
-constexpr int64_t kGradResidual =
-    2;  // in residual_out's dtype: the same numbers, wanted where the dtypes differ
-constexpr int64_t kGradWeight = 4;  // in weight's dtype
+constexpr int64_t kGradInput = 1;     // in input_dtype
+constexpr int64_t kGradResidual = 2;  // the same numbers in residual_out's dtype, where that is another
+constexpr int64_t kGradWeight = 4;    // in weight's dtype
 std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm_backward(
     const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_residual_out,
     const at::Tensor& residual_out, const at::Tensor& rstd, const std::optional<at::Tensor>& weight,

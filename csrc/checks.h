@@ -136,6 +136,10 @@ inline void check_backward(const at::Tensor& grad_out, const at::Tensor* grad_re
   check_scalars(op, eps, offset);
   TORCH_CHECK(output_mask >= 0 && output_mask <= (kGradInput | kGradResidual | kGradWeight), op,
               ": expected output_mask of bits 1, 2 and 4, got ", output_mask);
+  TORCH_CHECK(
+      !(output_mask & kGradResidual) || input_dtype != residual_dtype, op,
+      ": expected output_mask without bit 2 where input and residual have one dtype and gradient, got ",
+      output_mask);
   TORCH_CHECK(weight || !(output_mask & kGradWeight), op,
               ": expected a weight where its gradient is asked for, got none");
 }

@@ -134,6 +134,10 @@ BACKWARD = {
     ),
     "shape of rstd": ({"rstd": make((4,))}, "expected a contiguous rstd of shape [3], got [4]"),
     "output_mask": ({"output_mask": 8}, "expected output_mask of bits 1, 2 and 4, got 8"),
+    "the same gradient twice": (
+        {"output_mask": 3},
+        "expected output_mask without bit 2 where input and residual have one dtype",
+    ),
     "no weight": ({"weight": None}, "expected a weight where its gradient is asked for, got none"),
 }
 

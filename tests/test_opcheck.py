@@ -98,12 +98,33 @@ def test_ops_that_autograd_calls(device, dtypes, layout):
 
 @pytest.mark.parametrize("mask", range(8))
 def test_backward_of_every_subset(device, mask):
-    x, r, w = tensors(device)
+    x, r, w = tensors(device, DTYPES[5])
     out, h, rstd = ops.add_rms_norm_forward(x, r, w, 1e-5, 0.0, "fp32", None)
     check(ops.add_rms_norm_backward, torch.randn_like(out), None, h, rstd, w, 1e-5, 0.0, x.dtype, mask)
     leaves = [t.requires_grad_() for t in (torch.randn_like(out), torch.randn_like(h), h, w)]
     if mask:
         check(ops.add_rms_norm_backward, *leaves[:3], rstd, w, 1e-5, 0.0, x.dtype, mask)
+
+
+@pytest.mark.parametrize("cols", [COLS, 4096, 4097, 20000])
+@pytest.mark.parametrize("dtypes", DTYPES[1:6:2], ids=str)
+def test_a_gradient_has_the_same_bits_whatever_else_is_asked_for(device, dtypes, cols):
+    x, r = (torch.randn(5, cols, device=device, dtype=dtype) for dtype in dtypes[:2])
+    w = torch.randn(cols, device=device, dtype=dtypes[0])
+    out, h, rstd = ops.add_rms_norm_forward(x, r, w, 1e-5, 0.0, "fp32", None)
+    grads = [torch.randn_like(out), torch.randn_like(h)]
+
+    def backward(mask: int) -> tuple[Tensor | None, ...]:
+        return ops.add_rms_norm_backward(*grads, h, rstd, w, 1e-5, 0.0, x.dtype, mask)
+
+    every = 5 if x.dtype == r.dtype else 7
+    together = backward(every)
+    for bit, expected in zip((1, 2, 4), together, strict=True):
+        for mask in range(8):
+            if mask & ~every == 0:
+                actual = backward(mask)[bit.bit_length() - 1]
+                assert (actual is None) == (mask & bit == 0)
+                assert actual is None or torch.equal(actual, expected)
 
 
 def test_no_rows(device):

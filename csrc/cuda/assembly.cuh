@@ -1,7 +1,7 @@
 // All that is not plain CUDA C++, in one place, of which tests/emulation has a twin: hints to the compiler,
-// and the PTX instructions of sm_90: dependent launch, transaction barriers, bulk copies into shared memory,
-// and stores into the shared memory of a cluster's other blocks. None of these is reached on older GPUs: the
-// host asks for clusters and dependent launch only where the kernel's code is for sm_90 or later.
+// barriers of a part of a block, and the PTX instructions of sm_90: dependent launch, transaction barriers,
+// bulk copies into shared memory, and stores into the shared memory of a cluster's other blocks. In code for
+// older GPUs these are empty, and the host asks for nothing that would need them.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,7 @@ thread_local Thread* current;
 namespace {
 
 constexpr int kStackBytes = 48 << 10;
-constexpr int kIdleRounds = 100;  // without progress: late copies may need a few
+constexpr int kIdleRounds = 1000;  // without progress: what is late or asleep may need some
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "emulation: %s\n", what);
@@ -68,7 +68,9 @@ void run_all(std::vector<Thread>& threads, std::mt19937& random) {
     complete_some(cluster->late, random);
     ended = 0;
     for (Thread& thread : threads) {
-      if (!thread.ended) run(thread);
+      int& asleep = thread.warp->asleep;
+      if (thread.lane == 0) asleep = asleep > 0 ? asleep - 1 : random() % 1024 == 0 ? random() % 64 : 0;
+      if (!thread.ended && asleep == 0) run(thread);
       ended += thread.ended;
     }
     idle = cluster->progress ? 0 : idle + 1;
@@ -87,6 +89,7 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, int blocks_per_cluster,
             const std::function<void()>& kernel) {
   static thread_local std::mt19937 random(1);
   static thread_local std::vector<Thread> threads;
+  if (grid.x % blocks_per_cluster != 0) fail("a grid is not a whole number of clusters");
   if (shared_bytes > kSharedBytes) fail("a block wants more shared memory than there is");
   gridDim = grid;
   blockDim = block;

@@ -1,7 +1,8 @@
 // CUDA on the CPU: what the kernels use of CUDA C++ and of the runtime, and no more. A thread of a block is a
-// fiber; the blocks of a cluster run side by side, clusters one after another. Copies and stores that are
-// asynchronous on a GPU come late here too, in random order. Threads that wait for each other in vain abort
-// the program. Not emulated: speed, memory order, a grid that overlaps the one before.
+// fiber; the blocks of a cluster run side by side, clusters one after another. Warps fall behind each other
+// at random, and copies and stores that are asynchronous on a GPU come late, in random order. Threads that
+// wait for each other in vain abort the program. Not emulated: speed, memory order, a grid that overlaps the
+// one before.
 #pragma once
 
 #include <driver_types.h>  // of the CUDA toolkit, like the next two
@@ -29,7 +30,8 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static  // one block at a time; blocks of a cluster have dynamic shared memory alone
+// One block of a host thread runs at a time; blocks of a cluster have dynamic shared memory alone.
+#define __shared__ static thread_local
 
 extern thread_local uint3 threadIdx, blockIdx;  // of the thread that runs
 extern thread_local dim3 blockDim, gridDim;
@@ -48,6 +50,7 @@ struct Barrier {
 
 struct Warp : Barrier {
   uint64_t values[2][kWarp];  // what the lanes give each other, in turn: one may be a shuffle ahead
+  int asleep = 0;             // rounds that it sits out
 };
 
 struct Block {
