@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import CASTING_MODES
+from reference import CASTING_MODES, DTYPES
 from torch import Tensor
 
 import fused_add_rms_norm as fused
@@ -92,6 +92,26 @@ def test_grad_weight_does_not_depend_on_the_threads():
     assert all(
         torch.equal(a, b) for other in results for a, b in zip(other[::2], results[0][::2], strict=True)
     )
+
+
+@pytest.mark.parametrize("cols", [24, 4096, 4097, 20000])
+@pytest.mark.parametrize("dtypes", DTYPES[1:6:2], ids=str)
+def test_a_gradient_has_the_same_bits_whatever_else_is_asked_for(device, dtypes, cols):
+    x, r, w = problem(device, 5, cols, *dtypes[:2])
+    out, h, rstd = torch.ops.fused.add_rms_norm_forward(x, r, w, 1e-5, 0.0, "fp32", None)
+    grads = [torch.randn_like(out), torch.randn_like(h)]
+
+    def backward(mask: int) -> tuple[Tensor | None, ...]:
+        return torch.ops.fused.add_rms_norm_backward(*grads, h, rstd, w, 1e-5, 0.0, x.dtype, mask)
+
+    every = 5 if x.dtype == r.dtype else 7
+    together = backward(every)
+    for bit, expected in zip((1, 2, 4), together, strict=True):
+        for mask in range(8):
+            if mask & ~every == 0:
+                actual = backward(mask)[bit.bit_length() - 1]
+                assert (actual is None) == (mask & bit == 0)
+                assert actual is None or torch.equal(actual, expected)
 
 
 def seconds_of_each_thread() -> dict[str, float]:
