@@ -1,8 +1,8 @@
 // Times every configuration of the CUDA kernels on a shape beside a copy of the same bytes: where the tables
 // of csrc/cuda/config.h come from. Needs no torch: make tune ARGS="forward bf16 16384 4096".
 //
-//     tune forward|backward DTYPES ROWS COLS     L2 flushed before each of the timed calls; share of the copy
-//     tune decode DTYPES ROWS COLS               microseconds a call, in a CUDA graph of 20 in-place calls
+//     tune forward|backward DTYPES ROWS COLS          L2 flushed before each timed call; share of the copy
+//     tune decode|decode-backward DTYPES ROWS COLS    microseconds a call, in a CUDA graph of 20 calls
 //
 // A fifth argument: chosen leaves the search out (for a profiler), plain the dependent launch.
 // DTYPES: bf16, fp16, fp32, or mixed (bf16 input under an fp32 residual and weight).
@@ -15,8 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/backward.h"
-#include "cuda/forward.h"
+#include "cuda/kernels.h"
 
 namespace {
 
@@ -107,6 +106,7 @@ struct Problem {
   int64_t elements() const { return rows * cols; }
   int vector_elements() const { return 16 / size(input); }
   int64_t vectors() const { return div_up(cols, vector_elements()); }
+  bool aligned() const { return cols % vector_elements() == 0; }
 
   void* tensor(DType dtype) const {
     void* data;
@@ -140,8 +140,10 @@ void report(const char* what, std::vector<Result> results, float copy, size_t mo
 
 std::string describe(const ForwardConfig& c) {
   char text[160];
-  std::snprintf(text, sizeof text, "threads %d vectors %d rows %d cluster %d", c.threads,
-                c.vectors_per_thread, c.rows_per_block, c.cluster);
+  const char* kernels[] = {"registers", "shared", "loop"};
+  std::snprintf(text, sizeof text, "%s threads %d vectors %d rows %d cluster %d",
+                kernels[static_cast<int>(c.kernel)], c.threads, c.vectors_per_thread, c.rows_per_block,
+                c.cluster);
   return text;
 }
 
@@ -184,7 +186,7 @@ void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bo
   std::printf("copy %.2f us (%.2f TB/s)\n", copy, 2.0 * bytes / copy / 1e6);
 
   const auto time = [&](const ForwardConfig& config) {
-    const auto call = [&] { return launch_forward(p, config, true, gpu, 0, timer.stream); };
+    const auto call = [&] { return launch_forward(p, config, problem.aligned(), {gpu, 0, timer.stream}); };
     return decode ? timer.in_graph(call) : timer.cold(call);
   };
   std::vector<Result> results;
@@ -192,26 +194,30 @@ void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bo
     const float microseconds = search ? time(config) : -1;
     if (microseconds > 0) results.push_back({microseconds, describe(config)});
   };
-  for (int cluster : {1, 2, 4, 8}) {
-    for (int vectors : {1, 2, 4, 8}) {
-      if (cluster > 1 ? vectors != 1 && vectors != 8 : vectors == 8) continue;  // no such kernel
+  for (int cluster : {1, 2, 4, 8, 16}) {
+    if (gpu.clusters[log2_of(cluster)] == 0) continue;
+    const ForwardConfig shared = forward_through_shared(problem.vectors(), cluster);
+    if (shared.threads <= kSharedThreads && shared.threads >= kWarpThreads) try_config(shared);
+    for (int vectors : {1, 2}) {
       for (int rows : {1, 2, 4, 8, 16, 32}) {
         ForwardConfig config = forward_in_registers(problem.vectors(), vectors, cluster);
         config.rows_per_block = rows;
         const int threads = config.threads * rows;
-        if (threads > (vectors == 8 || rows > 1 ? 512 : kMaxThreads) || threads % kWarpThreads ||
-            (cluster > 1 && rows > 1))
-          continue;
+        if (threads > kMaxThreads || threads % kWarpThreads || (rows > 1 && cluster > 1) ||
+            (vectors == 2 && !problem.aligned()))
+          continue;  // no such kernel
         try_config(config);
       }
     }
   }
-  const auto chosen = forward_config(problem.vectors(), problem.rows, true, gpu);
+  const auto chosen =
+      forward_config(problem.vectors(), problem.rows,
+                     problem.vector_elements() * Problem::size(problem.residual), problem.aligned(), gpu);
   report("chosen", {{time(chosen), describe(chosen)}}, copy, 1);
   report("forward", results, copy, 6);
 }
 
-void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, bool search) {
+void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, bool decode, bool search) {
   BackwardParams p;
   p.shape = {problem.rows, problem.rows, problem.cols};
   p.grad_out = problem.as_rows(problem.tensor(problem.input));
@@ -242,21 +248,25 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
   check(cudaMalloc(&from, bytes));
   check(cudaMalloc(&to, bytes));
   check(cudaMemset(from, 0x3f, bytes));
+  const auto time_of = [&](const std::function<cudaError_t()>& call) {
+    return decode ? timer.in_graph(call) : timer.cold(call);
+  };
   const float copy =
-      timer.cold([&] { return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, timer.stream); });
+      time_of([&] { return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, timer.stream); });
   std::printf("copy %.2f us (%.2f TB/s)\n", copy, 2.0 * bytes / copy / 1e6);
 
   const auto run = [&](const BackwardParams& params, const BackwardConfig& config) {
-    return config.kernel == BackwardKernel::kRing
-               ? launch_backward_ring(params, config, partials, true, gpu, 0, timer.stream)
-               : launch_backward(params, config, partials, true, gpu, 0, timer.stream);
+    void* partial = partial_rows(config, problem.rows, gpu) > 0 ? partials : nullptr;
+    const auto launch = config.kernel == BackwardKernel::kRing ? launch_backward_ring : launch_backward;
+    return launch(params, config, partial, problem.aligned(), {gpu, 0, timer.stream});
   };
   const auto finish = [&](const BackwardConfig& config) {
-    return launch_finish_grad_weight(p, partials, partial_rows(config, problem.rows, gpu), gpu, 0,
-                                     timer.stream);
+    if (partial_rows(config, problem.rows, gpu) == 0) return cudaSuccess;
+    return launch_finish_grad_weight(p, partials, partial_rows(config, problem.rows, gpu),
+                                     {gpu, 0, timer.stream});
   };
   const auto time = [&](const BackwardConfig& config) {
-    return timer.cold([&] {
+    return time_of([&] {
       const cudaError_t error = run(p, config);
       return error != cudaSuccess ? error : finish(config);
     });
@@ -271,8 +281,9 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
   for (int vectors : {1, 2, 4}) {
     BackwardConfig config;
     config.vectors_per_thread = vectors;
-    if (vectors == kRingVectors)
+    if (vectors == ring_vectors(problem.aligned()))
       for (int cluster : {1, 2, 4, 8, 16}) {
+        if (gpu.clusters[log2_of(cluster)] == 0) continue;
         config.kernel = BackwardKernel::kRing;
         config.cluster = cluster;
         config.threads = threads_of_row(div_up(problem.vectors(), cluster), vectors);
@@ -281,9 +292,10 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
             config.stages = stages;
             config.teams = teams;
             const int threads = std::max(config.threads, kWarpThreads) * teams;
-            const auto layout =
-                ring_layout(config, problem.vectors(), vector_bytes, residual_vector_bytes, true);
-            if (threads > kRingThreads || threads < 64 || layout.bytes > gpu.shared_bytes) continue;
+            const auto layout = ring_layout(config, problem.vectors(), vector_bytes, residual_vector_bytes,
+                                            problem.aligned());
+            if (threads > ring_threads(problem.aligned()) || threads < 64 || layout.bytes > gpu.shared_bytes)
+              continue;
             if (layout.bytes < gpu.shared_bytes / 3) continue;  // too few bytes on their way
             try_config(config);
           }
@@ -301,11 +313,11 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
       }
     }
   }
-  const auto chosen =
-      backward_config(problem.vectors(), problem.rows, vector_bytes, residual_vector_bytes, true, true, gpu);
+  const auto chosen = backward_config(problem.vectors(), problem.rows, vector_bytes, residual_vector_bytes,
+                                      problem.aligned(), true, gpu);
   report("chosen", {{time(chosen), describe(chosen)}}, copy, 1);
-  const float alone = timer.cold([&] { return run(p, chosen); }),
-              finishing = timer.cold([&] { return finish(chosen); });
+  const float alone = time_of([&] { return run(p, chosen); }),
+              finishing = time_of([&] { return finish(chosen); });
   std::printf("of which %.2f us before the partial sums are added up, %.2f us to add them up alone\n", alone,
               finishing);
   report("backward", results, copy, 8);
@@ -316,7 +328,8 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
 int main(int count, char** arguments) {
   if (count != 5 && count != 6) {
     std::fprintf(stderr,
-                 "usage: tune forward|backward|decode bf16|fp16|fp32|mixed ROWS COLS [chosen|plain]\n");
+                 "usage: tune forward|backward|decode|decode-backward bf16|fp16|fp32|mixed ROWS COLS "
+                 "[chosen|plain]\n");
     return 2;
   }
   const std::string what = arguments[1], dtypes = arguments[2];
@@ -332,7 +345,8 @@ int main(int count, char** arguments) {
           properties.major >= 9,
           properties.major >= 9,
           {}};
-  for (int i = 0; i < 5; ++i) {
+  gpu.clusters[0] = gpu.sms;
+  for (int i = 1; gpu.hopper && i < 5; ++i) {
     if (resident_clusters(1 << i, gpu.shared_bytes, &gpu.clusters[i]) != cudaSuccess) gpu.clusters[i] = 0;
     cudaGetLastError();
   }
@@ -344,8 +358,8 @@ int main(int count, char** arguments) {
   const std::string mode = count == 6 ? arguments[5] : "";
   const bool search = mode != "chosen";
   if (mode == "plain") gpu.dependent = false;
-  if (what == "backward") {
-    tune_backward(problem, gpu, timer, search);
+  if (what == "backward" || what == "decode-backward") {
+    tune_backward(problem, gpu, timer, what == "decode-backward", search);
   } else {
     tune_forward(problem, gpu, timer, what == "decode", search);
   }

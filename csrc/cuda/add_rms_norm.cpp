@@ -7,14 +7,14 @@
 #include <atomic>
 #include <mutex>
 
-#include "cuda/backward.h"
-#include "cuda/forward.h"
+#include "cuda/kernels.h"
 #include "host.h"
 
 namespace fused {
 namespace {
 
 using cuda::Gpu;
+using cuda::Queue;
 
 constexpr int kVectorBytes = 16;
 
@@ -57,7 +57,8 @@ const Gpu& gpu_of(c10::DeviceIndex device) {
     gpu.sms = properties->multiProcessorCount;
     gpu.shared_bytes = static_cast<int>(properties->sharedMemPerBlockOptin);
     gpu.hopper = gpu.dependent = target >= 90;
-    for (int i = 0; gpu.hopper && i < 5; ++i) {
+    gpu.clusters[0] = gpu.sms;
+    for (int i = 1; gpu.hopper && i < 5; ++i) {
       if (cuda::resident_clusters(1 << i, gpu.shared_bytes, &gpu.clusters[i]) != cudaSuccess) {
         gpu.clusters[i] = 0;  // larger than this GPU schedules
         (void)cudaGetLastError();
@@ -66,6 +67,12 @@ const Gpu& gpu_of(c10::DeviceIndex device) {
     known[device].store(true, std::memory_order_release);
   }
   return gpus[device];
+}
+
+// The current stream of the tensor's device.
+Queue queue_of(const at::Tensor& tensor) {
+  const auto device = tensor.device().index();
+  return {gpu_of(device), device, c10::cuda::getCurrentCUDAStream(device)};
 }
 
 // Every row, and the weight, starts on 16 bytes and holds whole vectors.
@@ -89,25 +96,22 @@ struct Cuda {
 
   static void forward(const ForwardParams& p, const at::Tensor& input) {
     const c10::cuda::CUDAGuard guard(input.device());
-    const auto device = input.device().index();
-    const Gpu& gpu = gpu_of(device);
+    const Queue queue = queue_of(input);
     const int64_t vector_elements = kVectorBytes / itemsize(p.input_dtype);
     const bool aligned = is_aligned<4>(p.shape, vector_elements, p.weight,
                                        {{{&p.input, p.input_dtype},
                                          {&p.residual, p.residual_dtype},
                                          {&p.out, p.out_dtype},
                                          {&p.residual_out, p.residual_dtype}}});
-    const auto config =
-        cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows, aligned, gpu);
-    C10_CUDA_CHECK(
-        cuda::launch_forward(p, config, aligned, gpu, device, c10::cuda::getCurrentCUDAStream(device)));
+    const auto config = cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
+                                             static_cast<int>(vector_elements) * itemsize(p.residual_dtype),
+                                             aligned, queue.gpu);
+    C10_CUDA_CHECK(cuda::launch_forward(p, config, aligned, queue));
   }
 
   static void backward(const BackwardParams& p, const at::Tensor& residual_out) {
     const c10::cuda::CUDAGuard guard(residual_out.device());
-    const auto device = residual_out.device().index();
-    const auto stream = c10::cuda::getCurrentCUDAStream(device);
-    const Gpu& gpu = gpu_of(device);
+    const Queue queue = queue_of(residual_out);
     const int64_t vector_elements = kVectorBytes / itemsize(p.input_dtype);
     const bool aligned = is_aligned<5>(p.shape, vector_elements, p.weight,
                                        {{{&p.grad_out, p.out_dtype},
@@ -115,26 +119,26 @@ struct Cuda {
                                          {&p.residual_out, p.residual_dtype},
                                          {&p.grad_input, p.input_dtype},
                                          {&p.grad_residual, p.residual_dtype}}});
-    const bool ring = gpu.hopper && p.input_dtype != DType::kDouble;
+    const bool ring = queue.gpu.hopper && p.input_dtype != DType::kDouble;
     const auto vector_bytes = [&](DType dtype) {
       return static_cast<int>(vector_elements) * itemsize(dtype);
     };
-    const auto config =
-        cuda::backward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
-                              vector_bytes(p.out_dtype), vector_bytes(p.residual_dtype), aligned, ring, gpu);
+    const auto config = cuda::backward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
+                                              vector_bytes(p.out_dtype), vector_bytes(p.residual_dtype),
+                                              aligned, ring, queue.gpu);
 
     at::Tensor partials;
-    const int64_t partial_rows = cuda::partial_rows(config, p.shape.rows, gpu);
-    if (p.grad_weight) {
+    const int64_t partial_rows = p.grad_weight ? cuda::partial_rows(config, p.shape.rows, queue.gpu) : 0;
+    if (partial_rows > 0) {
       const auto dtype = p.input_dtype == DType::kDouble ? at::kDouble : at::kFloat;
       partials = at::empty({partial_rows, p.shape.cols}, residual_out.options().dtype(dtype));
     }
-    void* partial_data = p.grad_weight ? partials.data_ptr() : nullptr;
+    void* partial_data = partial_rows > 0 ? partials.data_ptr() : nullptr;
     C10_CUDA_CHECK(config.kernel == cuda::BackwardKernel::kRing
-                       ? cuda::launch_backward_ring(p, config, partial_data, aligned, gpu, device, stream)
-                       : cuda::launch_backward(p, config, partial_data, aligned, gpu, device, stream));
-    if (p.grad_weight)
-      C10_CUDA_CHECK(cuda::launch_finish_grad_weight(p, partial_data, partial_rows, gpu, device, stream));
+                       ? cuda::launch_backward_ring(p, config, partial_data, aligned, queue)
+                       : cuda::launch_backward(p, config, partial_data, aligned, queue));
+    if (partial_rows > 0)
+      C10_CUDA_CHECK(cuda::launch_finish_grad_weight(p, partial_data, partial_rows, queue));
   }
 };
 

@@ -1,7 +1,7 @@
 // All that is not plain CUDA C++, in one place, of which tests/emulation has a twin: hints to the compiler,
 // barriers of a part of a block, and the PTX instructions of sm_90: dependent launch, transaction barriers,
 // bulk copies into shared memory, and stores into the shared memory of a cluster's other blocks. In code for
-// older GPUs these are empty, and the host asks for nothing that would need them.
+// older GPUs these are empty: the kernels copy without bulk copies there, and the host asks for no clusters.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,10 @@ __device__ __forceinline__ void wait_for_predecessor() {
 // Has these pointers computed, and the kernel's parameters read, while the kernel before still runs.
 template <class... Pointers>
 __device__ __forceinline__ void finish_before_waiting(Pointers*&... pointers) {
-  (..., [&] { asm volatile("" : "+l"(pointers)); }());
+  (..., [&] {
+    asm volatile("" : "+l"(pointers));
+    __builtin_assume(__isGlobal(pointers));
+  }());
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -59,9 +62,10 @@ __device__ __forceinline__ int cluster_rank() {
   return static_cast<int>(rank);
 }
 
+// Meant for barriers' initialisation alone, which fence_init has published: the block's other stores are not.
 __device__ __forceinline__ void cluster_arrive() {
 #if FUSED_HOPPER
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
@@ -105,7 +109,24 @@ struct TransactionBarrier {
 #endif
   }
 
+  // For this block's copies.
   __device__ __forceinline__ void wait(uint32_t phase) {
+#if FUSED_HOPPER
+    uint32_t done = 0;
+    while (!done) {
+      asm volatile(
+          "{\n.reg .pred done;\n"
+          "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, done;\n}"
+          : "=r"(done)
+          : "r"(shared_address(&state)), "r"(phase & 1)
+          : "memory");
+    }
+#endif
+  }
+
+  // For stores of the cluster's other blocks; this one empties the L1 cache.
+  __device__ __forceinline__ void wait_for_peers(uint32_t phase) {
 #if FUSED_HOPPER
     uint32_t done = 0;
     while (!done) {

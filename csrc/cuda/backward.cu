@@ -1,13 +1,11 @@
 // Backward for every GPU, address and H. Bytes per row: grad_out, residual_out and grad_residual_out read,
 // the gradients written; a few persistent blocks an SM, so that grad_weight's partial sums stay in registers.
-// (backward_ring.cu is faster where it can run.)
+// (backward_ring.cu is faster where it can run and there are rows enough.)
 #include "cuda/assembly.cuh"
 #include "cuda/backward.cuh"
-#include "cuda/backward.h"
 #include "cuda/launch.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/vectors.cuh"
-#include "dispatch.h"
 
 namespace fused::cuda {
 namespace {
@@ -43,11 +41,11 @@ __device__ __forceinline__ void store_partial(A* partials, int remaining, const 
 template <class T, class R, class O, class W, int V, bool Aligned>
 __global__ void __launch_bounds__(256)
     backward_in_registers(const __grid_constant__ BackwardParams p,
+                          const __grid_constant__ Scalars<Accumulate<T>> scalars,
                           const __grid_constant__ BackwardConfig config,
                           const __grid_constant__ SumLayout layout, Accumulate<T>* partials) {
   using A = Accumulate<T>;
-  constexpr int N = kVectorElements<T>,
-                kStride = kWarp * N;  // columns from one of a thread's vectors to the next
+  constexpr int N = kVectorElements<T>;
   FUSED_DYNAMIC_SHARED(shared);
 
   const int threads = config.threads, lanes = min(threads, kWarp), thread = threadIdx.x,
@@ -56,38 +54,46 @@ __global__ void __launch_bounds__(256)
   const int cols = static_cast<int>(p.shape.cols), first_col = (warp * V * kWarp + thread % kWarp) * N;
   const bool has_dh = p.grad_residual_out.data != nullptr;
   const bool wants_dx = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
-  const bool has_weight = p.weight.data != nullptr;
+  const bool has_weight = p.weight.data != nullptr, wants_weight = p.grad_weight != nullptr;
   const W* weight = static_cast<const W*>(p.weight.data) + first_col;
-  const A inverse_cols = A(1) / static_cast<A>(cols), offset = static_cast<A>(p.offset);
+
+  // Two rows' sums: a warp may write the next row's while another still reads this row's.
+  A* both_sums = reinterpret_cast<A*>(shared) + threadIdx.y * 2 * layout.slots;
+  if (threads > kWarp) {
+    clear_absent_sums(both_sums, layout, thread);
+    clear_absent_sums(both_sums + layout.slots, layout, thread);
+  }
+
+  const int64_t step = static_cast<int64_t>(gridDim.x) * config.rows_per_block;
+  int64_t row = static_cast<int64_t>(blockIdx.x) * config.rows_per_block + threadIdx.y;
+  BackwardRow<T, R, O> at(p, RowIndex(p.shape, row), first_col);
+  finish_before_waiting(at.grad_out, at.residual_out, at.grad_residual_out, at.grad_input, at.grad_residual,
+                        weight);
 
   launch_dependents();
   wait_for_predecessor();
 
   Words<W, N> w[V];
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    w[v] = load<Aligned, W, N>(weight + v * kStride, has_weight ? cols - first_col - v * kStride : 0);
-  }
+  load_run<Aligned>(weight, has_weight ? cols - first_col : 0, w);
   A grad_weight[V][N] = {};
-  const int64_t step = static_cast<int64_t>(gridDim.x) * config.rows_per_block;
   int parity = 0;
-  for (int64_t block_row = static_cast<int64_t>(blockIdx.x) * config.rows_per_block; block_row < p.shape.rows;
-       block_row += step) {
-    const int64_t row = block_row + threadIdx.y;
+  for (; row - threadIdx.y < p.shape.rows; row += step) {  // as often for all of a block's rows
     const bool active = row < p.shape.rows;
-    const auto remaining = [&](int v) { return (active ? cols - first_col : -N) - v * kStride; };
-    const BackwardRow<T, R, O> at(p, RowIndex(p.shape, row), first_col);
+    const int remaining = active ? cols - first_col : -N;
+    if (row >= step) at = BackwardRow<T, R, O>(p, RowIndex(p.shape, row), first_col);
     const A rstd = active ? static_cast<const A*>(p.rstd)[row] : A(0);
 
+    Fetched<Aligned, O, N, V> fetched_dy;
+    Fetched<Aligned, R, N, V> fetched_h, fetched_dh;
     Words<O, N> dy[V];
     Words<R, N> h[V], dh[V];
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      dy[v] = load<Aligned, O, N>(at.grad_out + v * kStride, remaining(v));
-      h[v] = load<Aligned, R, N>(at.residual_out + v * kStride, remaining(v));
-      dh[v] = {};
-      if (has_dh && wants_dx) dh[v] = load<Aligned, R, N>(at.grad_residual_out + v * kStride, remaining(v));
-    }
+    const int remaining_dh = has_dh && wants_dx ? remaining : 0;
+    fetch_run(at.grad_out, remaining, fetched_dy);
+    fetch_run(at.residual_out, remaining, fetched_h);
+    fetch_run(at.grad_residual_out, remaining_dh, fetched_dh);
+    align_run(fetched_dy, at.grad_out, remaining, dy);
+    align_run(fetched_h, at.residual_out, remaining, h);
+    align_run(fetched_dh, at.grad_residual_out, remaining_dh, dh);
 
     A products[V];
 #pragma unroll
@@ -95,22 +101,21 @@ __global__ void __launch_bounds__(256)
       A dy_values[N], h_values[N], scale[N];
       unpack(dy[v], dy_values);
       unpack(h[v], h_values);
-      unpack_scale(w[v], has_weight, offset, scale);
-      if (partials != nullptr) add_weight_gradient(grad_weight[v], dy_values, h_values, rstd);
+      unpack_scale(w[v], scalars.offset, scale);
+      if (wants_weight) add_weight_gradient(grad_weight[v], dy_values, h_values, rstd);
       products[v] = weighted_product(dy_values, h_values, scale);
     }
     if (!wants_dx) continue;
 
     A total = warp_sum(products, lane, lanes);
     if (threads > kWarp) {
-      // Two buffers: a warp may write the next row's sums while another still reads this row's.
-      A* sums = reinterpret_cast<A*>(shared) + (parity * config.rows_per_block + threadIdx.y) * layout.warps;
-      if (lane == 0 && warp < layout.warps) sums[warp] = total;
+      A* sums = both_sums + parity * layout.slots;
+      if (lane == 0) sums[warp] = total;
       __syncthreads();
       total = add_warp_sums<V>(sums, layout, lane);
       parity ^= 1;
     }
-    const A projection = mean_projection(total, rstd, inverse_cols);
+    const A projection = mean_projection(total, rstd, scalars.inverse_cols);
 
     Words<T, N> grad_input[V];
     Words<R, N> grad_residual[V];
@@ -120,31 +125,29 @@ __global__ void __launch_bounds__(256)
       unpack(dh[v], dx);
       unpack(dy[v], dy_values);
       unpack(h[v], h_values);
-      unpack_scale(w[v], has_weight, offset, scale);
+      unpack_scale(w[v], scalars.offset, scale);
       input_gradient(dx, dy_values, h_values, scale, rstd, projection);
       grad_input[v] = pack<T, N>(dx);
       grad_residual[v] = pack<R, N>(dx);
     }
     const int lane_of_row = thread % kWarp;
     if (p.grad_input.data != nullptr)
-      store_run<Aligned>(at.grad_input, remaining(0), grad_input, lane_of_row, lanes);
+      store_run<Aligned>(at.grad_input, remaining, grad_input, lane_of_row, lanes);
     if (p.grad_residual.data != nullptr)
-      store_run<Aligned>(at.grad_residual, remaining(0), grad_residual, lane_of_row, lanes);
+      store_run<Aligned>(at.grad_residual, remaining, grad_residual, lane_of_row, lanes);
   }
 
-  if (partials != nullptr) {
-    partials += (static_cast<int64_t>(blockIdx.x) * config.rows_per_block + threadIdx.y) * cols + first_col;
-#pragma unroll
-    for (int v = 0; v < V; ++v)
-      store_partial(partials + v * kStride, cols - first_col - v * kStride, grad_weight[v]);
-  }
+  if (!wants_weight) return;
+  if (partials != nullptr) partials += static_cast<int64_t>(blockIdx.x) * cols;
+  add_teams(p, partials, 0, cols, grad_weight, shared, threads * V * N, first_col);
 }
 
 // A row of any length, read twice; the partial sums of grad_weight are in global memory, each element owned
 // by one thread.
 template <class T, class R, class O, class W, bool Aligned>
 __global__ void __launch_bounds__(kMaxThreads)
-    backward_in_a_loop(const __grid_constant__ BackwardParams p, Accumulate<T>* partials) {
+    backward_in_a_loop(const __grid_constant__ BackwardParams p,
+                       const __grid_constant__ Scalars<Accumulate<T>> scalars, Accumulate<T>* partials) {
   using A = Accumulate<T>;
   constexpr int N = kVectorElements<T>;
   constexpr int64_t kStep = static_cast<int64_t>(kMaxThreads) * N;
@@ -153,7 +156,6 @@ __global__ void __launch_bounds__(kMaxThreads)
   const bool has_dh = p.grad_residual_out.data != nullptr;
   const bool wants_dx = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
   const int64_t cols = p.shape.cols;
-  const A inverse_cols = A(1) / static_cast<A>(cols);
   const auto remaining = [&](int64_t col) {
     return static_cast<int>(max(min(cols - col, int64_t{N}), int64_t{-N}));
   };
@@ -161,7 +163,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     const bool has_weight = p.weight.data != nullptr;
     const auto w =
         load<Aligned, W, N>(static_cast<const W*>(p.weight.data) + col, has_weight ? remaining(col) : 0);
-    unpack_scale(w, has_weight, static_cast<A>(p.offset), scale);
+    unpack_scale(w, scalars.offset, scale);
   };
 
   launch_dependents();
@@ -190,8 +192,8 @@ __global__ void __launch_bounds__(kMaxThreads)
       __syncthreads();  // the row before has been read
       if (lane == 0) sums[threadIdx.x / kWarp] = sum;
       __syncthreads();
-      projection =
-          mean_projection(add_warp_sums<kOctet>(sums, {kWarp, kWarp, kWarp}, lane), rstd, inverse_cols);
+      projection = mean_projection(add_warp_sums<kOctet>(sums, {kWarp, kWarp, kWarp, kWarp}, lane), rstd,
+                                   scalars.inverse_cols);
     }
     for (int64_t start = 0; start < cols; start += kStep) {
       const int64_t col = start + threadIdx.x * N;
@@ -224,101 +226,78 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// A warp's lanes take neighbouring columns and the block's warps the partial rows, whose sums are added in a
-// fixed order. The blocks are small enough to be resident beside the backward's, so that they start the
-// moment those end.
-template <class A, class G>
+// A warp's lanes take neighbouring columns; `warps` of a block's warps share the partial rows of a group of
+// columns, and their sums are added in a fixed order. The blocks are small enough to be resident beside the
+// backward's, so that they start the moment those end.
+template <class A>
 __global__ void __launch_bounds__(kWarp* kFinishWarps)
-    finish_grad_weight(const A* partials, int64_t partial_rows, int64_t cols, G* grad_weight) {
+    finish_grad_weight(const __grid_constant__ BackwardParams p, const A* partials, int partial_rows,
+                       int warps) {
   __shared__ A sums[kFinishWarps][kWarp];
   launch_dependents();
   wait_for_predecessor();
-  const int64_t col = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  const int64_t cols = p.shape.cols;
+  const int group = threadIdx.y / warps, warp = threadIdx.y % warps;
+  const int64_t col =
+      (static_cast<int64_t>(blockIdx.x) * (kFinishWarps / warps) + group) * kWarp + threadIdx.x;
   A sum = 0;
   if (col < cols) {
 #pragma unroll 8
-    for (int64_t row = threadIdx.y; row < partial_rows; row += kFinishWarps)
-      sum += partials[row * cols + col];
+    for (int row = warp; row < partial_rows; row += warps) sum += partials[row * cols + col];
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  if (threadIdx.y > 0 || col >= cols) return;
-  for (int warp = 1; warp < kFinishWarps; ++warp) sum += sums[warp][threadIdx.x];
-  if constexpr (std::is_same_v<G, Half>) {
-    grad_weight[col] = __float2half_rn(static_cast<float>(sum));
-  } else if constexpr (std::is_same_v<G, BFloat16>) {
-    grad_weight[col] = __float2bfloat16_rn(static_cast<float>(sum));
-  } else {
-    grad_weight[col] = static_cast<G>(sum);
-  }
+  if (warp > 0 || col >= cols) return;
+  for (int other = 1; other < warps; ++other) sum += sums[threadIdx.y + other][threadIdx.x];
+  with_grad_weight(p, [&](auto* to) { store_rounded(to + col, sum); });
+}
+
+template <class T, class R, class O, class W, bool Aligned>
+cudaError_t launch_as(const BackwardParams& p, const BackwardConfig& config, void* grad_weight_partials,
+                      const Queue& queue) {
+  using A = Accumulate<T>;
+  const Scalars<A> scalars(p.shape, p.weight, p.offset);
+  auto* partials = static_cast<A*>(grad_weight_partials);
+  const int v = config.vectors_per_thread;
+  Launch how = {backward_blocks(config, p.shape.rows, queue.gpu),
+                dim3(config.threads, config.rows_per_block)};
+  if (config.kernel == BackwardKernel::kLoop)
+    return launch<backward_in_a_loop<T, R, O, W, Aligned>>(how, queue, p, scalars, partials);
+
+  const SumLayout layout = sum_layout(div_up(p.shape.cols, kVectorElements<T>), v, config.threads);
+  const int sums = 2 * config.rows_per_block * layout.slots;
+  const int grad_weight = p.grad_weight ? config.rows_per_block * config.threads * v * kVectorElements<T> : 0;
+  how.shared_bytes = std::max(sums, grad_weight) * static_cast<int>(sizeof(A));
+  const auto launch_with = [&](auto vectors) {
+    constexpr auto kernel = backward_in_registers<T, R, O, W, decltype(vectors)::value, Aligned>;
+    return launch<kernel>(how, queue, p, scalars, config, layout, partials);
+  };
+  if (v == 1) return launch_with(Constant<1>());
+  if (v == 2) return launch_with(Constant<2>());
+  return launch_with(Constant<4>());
 }
 
 }  // namespace
 
 cudaError_t launch_backward(const BackwardParams& p, const BackwardConfig& config, void* grad_weight_partials,
-                            bool aligned, const Gpu& gpu, int device, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  dispatch_dtypes<Half, BFloat16>(
-      p.input_dtype, p.residual_dtype, p.out_dtype, p.weight.dtype, [&](auto t, auto r, auto o, auto w) {
-        using T = decltype(t);
-        using R = decltype(r);
-        using O = decltype(o);
-        using W = decltype(w);
-        using A = Accumulate<T>;
-        auto* partials = static_cast<A*>(grad_weight_partials);
-        const auto dispatch_alignment = [&](auto is_aligned) {
-          constexpr bool kAligned = decltype(is_aligned)::value;
-          Launch how;
-          how.threads = dim3(config.threads, config.rows_per_block);
-          how.blocks = backward_blocks(config, p.shape.rows, gpu);
-          how.dependent = gpu.dependent;
-          how.device = device;
-          how.stream = stream;
-          const SumLayout layout =
-              sum_layout(div_up(p.shape.cols, kVectorElements<T>), std::max(1, config.vectors_per_thread));
-          how.shared_bytes = 2 * config.rows_per_block * layout.warps * static_cast<int>(sizeof(A));
-          const auto launch_as = [&](auto vectors) {
-            error = launch<backward_in_registers<T, R, O, W, decltype(vectors)::value, kAligned>>(
-                how, p, config, layout, partials);
-          };
-          if (config.kernel == BackwardKernel::kLoop) {
-            how.shared_bytes = 0;
-            error = launch<backward_in_a_loop<T, R, O, W, kAligned>>(how, p, partials);
-            return;
-          }
-          switch (config.vectors_per_thread) {
-            case 1:
-              return launch_as(Constant<1>());
-            case 2:
-              return launch_as(Constant<2>());
-            default:
-              return launch_as(Constant<4>());
-          }
-        };
-        aligned ? dispatch_alignment(std::true_type()) : dispatch_alignment(std::false_type());
-      });
-  return error;
+                            bool aligned, const Queue& queue) {
+  return dispatch(p, aligned, [&](auto t, auto r, auto o, auto w, auto is_aligned) {
+    return launch_as<decltype(t), decltype(r), decltype(o), decltype(w), is_aligned>(
+        p, config, grad_weight_partials, queue);
+  });
 }
 
 cudaError_t launch_finish_grad_weight(const BackwardParams& p, const void* partials, int64_t partial_rows,
-                                      const Gpu& gpu, int device, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  dispatch_dtype<Half, BFloat16>(p.grad_weight_dtype, [&](auto g) {
-    using G = decltype(g);
-    Launch how;
-    how.blocks = div_up(p.shape.cols, kWarp);
-    how.threads = dim3(kWarp, kFinishWarps);
-    how.dependent = gpu.dependent;
-    how.device = device;
-    how.stream = stream;
-    auto* grad_weight = static_cast<G*>(p.grad_weight);
-    error = p.input_dtype == DType::kDouble
-                ? launch<finish_grad_weight<double, G>>(how, static_cast<const double*>(partials),
-                                                        partial_rows, p.shape.cols, grad_weight)
-                : launch<finish_grad_weight<float, G>>(how, static_cast<const float*>(partials), partial_rows,
-                                                       p.shape.cols, grad_weight);
-  });
-  return error;
+                                      const Queue& queue) {
+  // About 8 partial rows a warp, all of them under way at once.
+  const int rows = static_cast<int>(partial_rows);
+  const int warps = std::min(kFinishWarps, next_power_of_two(div_up(rows, 8)));
+  const Launch how = {div_up(p.shape.cols, kWarp * (kFinishWarps / warps)), dim3(kWarp, kFinishWarps)};
+  const auto add_up = [&](auto zero) {
+    using A = decltype(zero);
+    return launch<finish_grad_weight<A>>(how, queue, p, static_cast<const A*>(partials), rows, warps);
+  };
+  return p.input_dtype == DType::kDouble ? add_up(0.0) : add_up(0.0f);
 }
 
 }  // namespace fused::cuda

@@ -41,4 +41,68 @@ __device__ __forceinline__ void input_gradient(A (&dx)[N], const A (&dy)[N], con
   }
 }
 
+template <class G, class A>
+__device__ __forceinline__ void store_rounded(G* to, A value) {
+  if constexpr (std::is_same_v<G, Half>) {
+    *to = __float2half_rn(static_cast<float>(value));
+  } else if constexpr (std::is_same_v<G, BFloat16>) {
+    *to = __float2bfloat16_rn(static_cast<float>(value));
+  } else {
+    *to = static_cast<G>(value);
+  }
+}
+
+// Calls f with grad_weight as a pointer to its elements.
+template <class F>
+__device__ __forceinline__ void with_grad_weight(const BackwardParams& p, F f) {
+  switch (p.grad_weight_dtype) {
+    case DType::kHalf:
+      return f(static_cast<Half*>(p.grad_weight));
+    case DType::kBFloat16:
+      return f(static_cast<BFloat16*>(p.grad_weight));
+    case DType::kFloat:
+      return f(static_cast<float*>(p.grad_weight));
+    case DType::kDouble:
+      return f(static_cast<double*>(p.grad_weight));
+  }
+}
+
+// Adds up the parts of grad_weight that a block's teams have, team after team, and stores them: as columns
+// [slice_col, slice_col + slice_cols) of a row of partial sums or, where there are no partial sums, of
+// grad_weight. All threads of the block take part; each has a run of its team's `slice` columns, from
+// col_of_slice on. `shared`: teams * slice sums, in memory that nobody uses any more.
+template <int V, int N, class A>
+__device__ __forceinline__ void add_teams(const BackwardParams& p, A* partials, int slice_col, int slice_cols,
+                                          const A (&grad_weight)[V][N], unsigned char* shared, int slice,
+                                          int col_of_slice) {
+  constexpr int K = kVectorElements<A>;
+  A* sums = reinterpret_cast<A*>(shared);
+  __syncthreads();
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const Words<A, N> words = pack<A, N>(grad_weight[v]);
+    char* at = reinterpret_cast<char*>(sums + threadIdx.y * slice + col_of_slice + v * kWarp * N);
+#pragma unroll
+    for (int i = 0; i < Words<A, N>::kCount; i += kBlockWords) store_block(at + 4 * i, words.word + i);
+  }
+  __syncthreads();
+  const auto store = [&](auto* to) {
+    const int teams = blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    for (int col = thread * K; col < slice_cols; col += blockDim.x * teams * K) {
+      A sum[K], part[K];
+      unpack(load_part<true, A, K>(sums + col, 0, K), sum);
+      for (int team = 1; team < teams; ++team) {
+        unpack(load_part<true, A, K>(sums + team * slice + col, 0, K), part);
+#pragma unroll
+        for (int i = 0; i < K; ++i) sum[i] += part[i];
+      }
+#pragma unroll
+      for (int i = 0; i < K; ++i) {
+        if (col + i < slice_cols) store_rounded(to + slice_col + col + i, sum[i]);
+      }
+    }
+  };
+  partials != nullptr ? store(partials) : with_grad_weight(p, store);
+}
+
 }  // namespace fused::cuda

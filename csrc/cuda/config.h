@@ -12,13 +12,15 @@ struct Gpu {
   int shared_bytes;  // shared memory a block can have
   bool hopper;       // clusters, bulk copies
   bool dependent;    // dependent launch
-  int clusters[5];   // resident at a time, of 1, 2, 4, 8 and 16 blocks that fill an SM (Hopper)
+  int clusters[5];   // resident at a time, of 1, 2, 4, 8 and 16 blocks that fill an SM; none larger than 1
+                     // before Hopper
 };
 
 constexpr int kWarpThreads = 32;
 constexpr int kMaxThreads = 1024;
 constexpr int kPortableCluster = 8;  // the largest that every sm_90 GPU schedules
 constexpr int kMaxCluster = 16;
+constexpr int kLineBytes = 128;
 
 constexpr int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int round_up(int64_t a, int b) { return static_cast<int>(div_up(a, b)) * b; }
@@ -38,61 +40,129 @@ inline int threads_of_row(int64_t vectors, int vectors_per_thread) {
 
 // How the warps' sums of a row are added up (row_sum.cuh).
 struct SumLayout {
-  int warps;   // of a row, of all its blocks, that have vectors
+  int warps;   // of a row, of all its blocks; those without vectors take part, so that none falls behind
   int octets;  // of chunks
   int lanes;   // as many as there are octets, at most 32, a power of two
+  int slots;   // for the warps' sums: whole octets
 };
 
-inline SumLayout sum_layout(int64_t vectors, int vectors_per_thread) {
-  constexpr int64_t kOctetVectors = 8 * kWarpThreads;
+// `threads`: of a row, of all its blocks.
+inline SumLayout sum_layout(int64_t vectors, int vectors_per_thread, int threads) {
+  constexpr int kOctetVectors = 8 * kWarpThreads;
   SumLayout layout;
-  layout.warps = static_cast<int>(div_up(vectors, int64_t{vectors_per_thread} * kWarpThreads));
+  layout.warps = static_cast<int>(div_up(threads, kWarpThreads));
   layout.octets = static_cast<int>(div_up(vectors, kOctetVectors));
   layout.lanes = next_power_of_two(std::min(layout.octets, kWarpThreads));
+  layout.slots = round_up(layout.warps * vectors_per_thread, 8) / vectors_per_thread;
   return layout;
 }
 
-// Forward. In registers, threads * vectors_per_thread * cluster vectors cover a row; with no vectors, one
-// block reads a row twice.
-struct ForwardConfig {
-  int threads = kMaxThreads;   // a row and block
-  int vectors_per_thread = 0;  // 1, 2, 4 or 8
-  int rows_per_block = 1;
-  int cluster = 1;  // blocks a row (Hopper)
+inline int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); }
+
+// Forward.
+enum class ForwardKernel {
+  kRegisters,  // threads * vectors_per_thread * cluster vectors cover a row
+  kShared,     // so they do
+  kLoop,       // a block reads each row twice
 };
 
+struct ForwardConfig {
+  ForwardKernel kernel = ForwardKernel::kLoop;
+  int threads = kMaxThreads;   // a row and block: a power of two up to 32, or a multiple of 32
+  int vectors_per_thread = 0;  // 1 or 2 in registers, else kSharedVectors
+  int rows_per_block = 1;      // kRegisters
+  int cluster = 1;             // blocks a row (Hopper)
+};
+
+constexpr int kSharedThreads = 512;  // at most in a block
+constexpr int kSharedVectors = 4;    // a thread
+
 inline ForwardConfig forward_in_registers(int64_t vectors, int vectors_per_thread, int cluster = 1) {
-  return {threads_of_row(div_up(vectors, cluster), vectors_per_thread), vectors_per_thread, 1, cluster};
+  return {ForwardKernel::kRegisters, threads_of_row(div_up(vectors, cluster), vectors_per_thread),
+          vectors_per_thread, 1, cluster};
+}
+
+inline ForwardConfig forward_through_shared(int64_t vectors, int cluster = 1) {
+  return {ForwardKernel::kShared, threads_of_row(div_up(vectors, cluster), kSharedVectors), kSharedVectors, 1,
+          cluster};
+}
+
+// The shared memory of a block that holds its part of a row: barriers, sums, the slices of input and
+// residual. Offsets and sizes in bytes.
+struct SliceLayout {
+  static constexpr int kSums =
+      8 * (kSharedThreads / kWarpThreads + 2);  // behind a barrier a warp and another
+  int input, residual, bytes;
+};
+
+// accumulate_bytes: an element of the sums. vector_bytes and residual_vector_bytes: a vector of input and of
+// residual.
+inline SliceLayout slice_layout(const ForwardConfig& config, int64_t vectors, int accumulate_bytes,
+                                int vector_bytes, int residual_vector_bytes) {
+  const SumLayout sums = sum_layout(vectors, config.vectors_per_thread, config.threads * config.cluster);
+  // A slice starts anywhere in a line, and is read a vector beyond its ends.
+  const auto room = [&](int of_a_vector) {
+    return round_up((config.threads * config.vectors_per_thread + 2) * of_a_vector, kLineBytes) +
+           2 * kLineBytes;
+  };
+  SliceLayout layout;
+  layout.input = round_up(SliceLayout::kSums + accumulate_bytes * sums.slots, kLineBytes) + kLineBytes;
+  layout.residual = layout.input + room(vector_bytes);
+  layout.bytes = layout.residual + room(residual_vector_bytes);
+  return layout;
+}
+
+// Blocks of the launch.
+inline int64_t forward_blocks(const ForwardConfig& config, int64_t rows) {
+  return div_up(rows, config.rows_per_block) * config.cluster;
 }
 
 // `vectors`: in a row, 16 bytes of the narrowest tensor each; `aligned`: as in launch_forward.
-inline ForwardConfig forward_config(int64_t vectors, int64_t rows, bool aligned, const Gpu& gpu) {
+inline ForwardConfig forward_config(int64_t vectors, int64_t rows, int residual_vector_bytes, bool aligned,
+                                    const Gpu& gpu) {
   if (vectors <= kWarpThreads) {  // several rows a warp
     ForwardConfig config = forward_in_registers(vectors, 1);
     config.rows_per_block = 256 / config.threads;
     return config;
   }
-  if (rows <= 2 * gpu.sms &&
-      vectors <= 8 * kMaxThreads) {  // latency: as many threads on a row as there are vectors
-    if (gpu.hopper && vectors >= 512 && rows <= 16) return forward_in_registers(vectors, 1, 8);
-    if (gpu.hopper && vectors >= 1024 && rows <= gpu.sms)
-      return forward_in_registers(vectors, vectors <= 1024 ? 1 : 8, 2);
-    if (vectors <= 512) return forward_in_registers(vectors, rows > gpu.sms / 2 ? 2 : 1);
-    if (vectors <= 1024) return forward_in_registers(vectors, 2);
+  const int v = aligned ? 2 : 1;  // a vector that does not start on 16 bytes takes twice the registers
+  int widest = kPortableCluster;
+  while (widest > 1 && gpu.clusters[log2_of(widest)] == 0) widest /= 2;
+  // Few rows: latency counts, and every row is spread over threads and, where they would idle, over SMs.
+  if (rows <= 16 && vectors >= 512 && vectors <= int64_t{widest} * kMaxThreads * v) {
+    return forward_in_registers(vectors, vectors <= 1024 ? 1 : v,
+                                vectors < 1024 ? std::min(4, widest) : widest);
   }
-  if (vectors <= 64) {
+  if (rows <= 2 * gpu.sms && vectors <= 1024) {
+    if (vectors == 1024 && rows <= gpu.sms) return forward_in_registers(vectors, 1, std::min(2, widest));
+    return forward_in_registers(vectors, vectors <= 512 && rows <= gpu.sms / 2 ? 1 : v);
+  }
+  if (widest > 1 && rows <= gpu.sms / 2 && vectors <= int64_t{2} * kMaxThreads * v)
+    return forward_in_registers(vectors, v, 2);
+  if (aligned && vectors <= 1024) {
     ForwardConfig config = forward_in_registers(vectors, 2);
-    config.rows_per_block = 2;
+    const bool many = rows >= 64 * gpu.sms;
+    config.rows_per_block = config.threads == 32 || (config.threads == 256 && many) ? 2 : 1;
     return config;
   }
-  if (vectors <= (aligned ? 512 : 1024))
-    return forward_in_registers(vectors, 4);  // unaligned, a run of 4 has fewer ends
-  if (vectors <= 1024) return forward_in_registers(vectors, 2);
-  if (vectors <= 4096) return forward_in_registers(vectors, 4);
-  if (gpu.hopper && vectors <= 8 * 512 * kPortableCluster)
-    return forward_in_registers(vectors, 8, vectors <= 8192 ? 4 : 8);
+  if (aligned && widest == kPortableCluster && vectors * 16 <= int64_t{4096} * residual_vector_bytes)
+    return forward_in_registers(vectors, 2, widest);
+  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+    const int64_t slice = div_up(vectors, cluster);
+    if (slice > int64_t{kSharedThreads} * kSharedVectors || gpu.clusters[log2_of(cluster)] == 0) continue;
+    // Smaller slices where a row takes several blocks or SMs would idle.
+    const bool split = cluster > 1 && slice > 1024, idle_sms = 2 * cluster * rows <= gpu.sms;
+    if ((split || idle_sms) && cluster < widest) continue;
+    const ForwardConfig config = forward_through_shared(vectors, cluster);
+    if (slice_layout(config, vectors, 8, 16, residual_vector_bytes).bytes <= gpu.shared_bytes) return config;
+  }
+  if (vectors <= int64_t{kMaxThreads} * v) return forward_in_registers(vectors, v);
   return {};
 }
+
+// Workers that stay for the whole launch: no more than are resident, and as few as take no more turns than
+// those would.
+inline int64_t workers(int64_t tasks, int64_t resident) { return div_up(tasks, div_up(tasks, resident)); }
 
 // Backward: blocks that stay for the whole launch.
 enum class BackwardKernel {
@@ -112,10 +182,18 @@ struct BackwardConfig {
   int cluster = 1;             // kRing: blocks a row
 };
 
-constexpr int kRingThreads = 384;  // at most in a block
-constexpr int kRingVectors = 4;    // a thread: fewer cost more instructions than they hide latency
+// A ring's threads in a block, at most, and vectors a thread: unaligned, a run's shifts and ends cost less in
+// a longer one.
+template <bool Aligned>
+constexpr int kRingThreads = Aligned ? 512 : 384;
+template <bool Aligned>
+constexpr int kRingVectors = Aligned ? 2 : 4;
+
+inline int ring_threads(bool aligned) { return aligned ? kRingThreads<true> : kRingThreads<false>; }
+inline int ring_vectors(bool aligned) { return aligned ? kRingVectors<true> : kRingVectors<false>; }
+
 constexpr int kMaxStages = 4;
-constexpr int kMinStages = 3;  // backward_ring.cu
+constexpr int kMinStages = 3;
 constexpr int kSumSlots = 4;   // a peer can be one iteration behind in reading and another ahead in writing
 
 // A ring block's shared memory: barriers of 8 bytes, sums, stages. Offsets and sizes in bytes.
@@ -125,17 +203,17 @@ struct RingLayout {
 };
 
 // vector_bytes and residual_vector_bytes: a vector of grad_out and of residual_out. Unaligned, a row takes
-// the 16-byte blocks around it.
+// the 16-byte blocks around it and starts anywhere in a line.
 inline RingLayout ring_layout(const BackwardConfig& config, int64_t vectors, int vector_bytes,
                               int residual_vector_bytes, bool aligned) {
-  constexpr int kLine = 128;
-  const int warps = sum_layout(vectors, config.vectors_per_thread).warps;
+  const int slots = sum_layout(vectors, config.vectors_per_thread, config.threads * config.cluster).slots;
   const auto row_bytes = [&](int of_a_vector) {
-    return round_up(config.threads * config.vectors_per_thread * of_a_vector + (aligned ? 0 : 32), kLine);
+    return round_up(config.threads * config.vectors_per_thread * of_a_vector + (aligned ? 0 : kLineBytes),
+                    kLineBytes);
   };
   RingLayout layout;
-  layout.sums = 8 * config.teams * (kMaxStages + kSumSlots);
-  layout.ring = round_up(layout.sums + 4 * config.teams * kSumSlots * warps, kLine);
+  layout.sums = round_up(8 * config.teams * (kMaxStages + kSumSlots), 16);
+  layout.ring = round_up(layout.sums + 4 * config.teams * kSumSlots * slots, kLineBytes);
   layout.h = row_bytes(vector_bytes);
   layout.dh = layout.h + row_bytes(residual_vector_bytes);
   layout.stage_bytes = layout.dh + row_bytes(residual_vector_bytes);
@@ -143,40 +221,45 @@ inline RingLayout ring_layout(const BackwardConfig& config, int64_t vectors, int
   return layout;
 }
 
-inline int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); }
-
-// Blocks of the launch: what is resident, and no more than there are rows.
+// Blocks of the launch.
 inline int64_t backward_blocks(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
   if (config.kernel == BackwardKernel::kRing) {
-    return std::min<int64_t>(rows, gpu.clusters[log2_of(config.cluster)]) * config.cluster;
+    return workers(div_up(rows, config.teams), gpu.clusters[log2_of(config.cluster)]) * config.cluster;
   }
-  return std::min<int64_t>(div_up(rows, config.rows_per_block), int64_t{gpu.sms} * config.blocks_per_sm);
+  return workers(div_up(rows, config.rows_per_block), int64_t{gpu.sms} * config.blocks_per_sm);
 }
 
-// Rows of grad_weight's partial sums that the launch writes: one for each row that is worked on at a time.
+// Rows of grad_weight's partial sums that the launch writes. None where one block, or one cluster, has all
+// the rows and writes grad_weight itself.
 inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
-  const int64_t blocks = backward_blocks(config, rows, gpu) / config.cluster;
-  return blocks * (config.kernel == BackwardKernel::kRing ? config.teams : config.rows_per_block);
+  const int64_t parts = backward_blocks(config, rows, gpu) / config.cluster;
+  return parts == 1 && config.kernel != BackwardKernel::kLoop ? 0 : parts;
 }
 
-// Two rows of 128 threads, three stages each, are enough bytes on their way; more of them would only have to
-// be worked off when there is nothing left to load. Nothing where a cluster's slice of a row does not fit.
+// Twelve warps with two vectors a thread and three stages each have enough bytes on their way and work them
+// off as they come; with more, the memory is slower, and more is left to do when the last ones have come. A
+// larger cluster where a block would have more or fewer warps; nothing where a row has no place.
 inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int vector_bytes,
                                            int residual_vector_bytes, bool aligned, const Gpu& gpu) {
-  BackwardConfig config;
-  if (vectors <= 2 * kWarpThreads) return config;  // so short that registers hold enough rows
-  for (config.cluster = 1; config.cluster <= kMaxCluster; config.cluster *= 2) {
-    const int64_t slice = div_up(vectors, config.cluster), clusters = gpu.clusters[log2_of(config.cluster)];
-    if (slice > 1024 || clusters == 0) continue;
+  const int enough_threads = aligned ? 384 : 256, most_threads = aligned ? 480 : ring_threads(aligned);
+  const int enough_bytes = aligned ? std::min(gpu.shared_bytes, 152 * 1024) : gpu.shared_bytes;
+  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+    BackwardConfig config;
     config.kernel = BackwardKernel::kRing;
-    config.vectors_per_thread = kRingVectors;
-    config.threads = threads_of_row(slice, config.vectors_per_thread);
-    config.teams = std::max(1, (config.threads > 128 ? 320 : 256) / config.threads);
-    config.teams =
-        static_cast<int>(std::min<int64_t>(config.teams, div_up(rows, clusters)));  // none without a row
+    config.vectors_per_thread = ring_vectors(aligned);
     config.stages = kMinStages;
-    if (ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= gpu.shared_bytes)
-      return config;
+    config.cluster = cluster;
+    config.threads = threads_of_row(div_up(vectors, cluster), config.vectors_per_thread);
+    const auto fits = [&](int bytes) {
+      return ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= bytes;
+    };
+    const int64_t clusters = gpu.clusters[log2_of(cluster)];
+    if (config.threads > ring_threads(aligned) || clusters == 0 || !fits(gpu.shared_bytes)) continue;
+    const int enough = static_cast<int>(div_up(enough_threads, config.threads));
+    if (enough > 1 && enough * config.threads > most_threads && cluster < kMaxCluster) continue;
+    config.teams = static_cast<int>(std::min<int64_t>(enough, div_up(rows, clusters)));  // none without a row
+    while (config.teams > 1 && !fits(enough_bytes)) --config.teams;
+    return config;
   }
   return {};
 }
@@ -184,18 +267,22 @@ inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int ve
 // vector_bytes and residual_vector_bytes as in ring_layout.
 inline BackwardConfig backward_config(int64_t vectors, int64_t rows, int vector_bytes,
                                       int residual_vector_bytes, bool aligned, bool ring, const Gpu& gpu) {
-  if (ring) {
+  // The registers hold enough of short rows, and few rows are done before a ring has started.
+  const bool few = rows <= gpu.sms, some = rows <= 4 * gpu.sms;
+  if (ring && vectors > kWarpThreads && !(some && vectors <= 1024)) {
     const BackwardConfig config =
         backward_ring_config(vectors, rows, vector_bytes, residual_vector_bytes, aligned, gpu);
     if (config.kernel == BackwardKernel::kRing) return config;
   }
   BackwardConfig config;
-  if (vectors > 4 * 256) return config;
+  if (vectors > 1024) return config;
   config.kernel = BackwardKernel::kRegisters;
-  config.vectors_per_thread = vectors <= kWarpThreads ? 1 : vectors <= 2 * kWarpThreads ? 2 : 4;
+  const int threads = few ? 256 : kWarpThreads;  // more where latency counts
+  config.vectors_per_thread = vectors <= threads ? 1 : vectors <= 2 * threads ? 2 : 4;
   config.threads = threads_of_row(vectors, config.vectors_per_thread);
-  config.rows_per_block = std::max(1, 128 / config.threads);
-  config.blocks_per_sm = std::max(1, 512 / (config.threads * config.rows_per_block));
+  config.rows_per_block =
+      few && config.threads >= kWarpThreads ? 1 : std::max(1, (some ? 256 : 128) / config.threads);
+  config.blocks_per_sm = std::max(1, (some ? 256 : 512) / (config.threads * config.rows_per_block));
   return config;
 }
 

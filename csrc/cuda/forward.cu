@@ -1,11 +1,9 @@
 // Forward. Bytes per row: input and residual read once, out and residual_out written once; the weight comes
-// from the L1 cache.
+// from the caches.
 #include "cuda/assembly.cuh"
-#include "cuda/forward.h"
 #include "cuda/launch.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/vectors.cuh"
-#include "dispatch.h"
 
 namespace fused::cuda {
 namespace {
@@ -14,24 +12,27 @@ namespace {
 // the next kernel's blocks would wait in its place.
 constexpr int kBlocksThatLaunchFirst = 64;
 
-template <class R, int N, class A>
-__device__ __forceinline__ void round_to(A (&values)[N]) {
-  unpack(pack<R, N>(values), values);
-}
-
-// h of one vector, as the statistics see it; returns it as stored. Without a residual it is the input.
-template <class T, class R, int N, class A>
-__device__ __forceinline__ Words<R, N> add(const Words<T, N>& input, const Words<R, N>& residual,
-                                           bool has_residual, bool round_sum, A (&h)[N]) {
-  unpack(input, h);
-  if (!has_residual) return {};
-  A addend[N];
-  unpack(residual, addend);
+// h of a run, as the statistics see it; `residual` becomes h as stored. Without a residual it is the input.
+template <class T, class R, int N, int V, class A>
+__device__ __forceinline__ void add(const Words<T, N> (&input)[V], Words<R, N> (&residual)[V],
+                                    bool has_residual, bool round_sum, A (&h)[V][N]) {
+  if (!has_residual) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) h[i] += addend[i];
-  const Words<R, N> rounded = pack<R, N>(h);
-  if (round_sum) unpack(rounded, h);
-  return rounded;
+    for (int v = 0; v < V; ++v) unpack(input[v], h[v]);
+    return;
+  }
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    A addend[N];
+    unpack(input[v], h[v]);
+    unpack(residual[v], addend);
+#pragma unroll
+    for (int i = 0; i < N; ++i) h[v][i] += addend[i];
+    residual[v] = pack<R, N>(h[v]);
+  }
+  if (!round_sum) return;
+#pragma unroll
+  for (int v = 0; v < V; ++v) unpack(residual[v], h[v]);
 }
 
 template <int N, class A>
@@ -43,48 +44,72 @@ __device__ __forceinline__ A sum_of_squares(const A (&h)[N]) {
 }
 
 template <class A>
-__device__ __forceinline__ A reciprocal_root(A sum_of_squares, A inverse_cols, double eps) {
-  return rsqrt(fma(sum_of_squares, inverse_cols, static_cast<A>(eps)));
+__device__ __forceinline__ A reciprocal_root(A sum_of_squares, const Scalars<A>& scalars) {
+  return rsqrt(fma(sum_of_squares, scalars.inverse_cols, scalars.eps));
 }
 
-// out of one vector of h.
-template <class R, class O, class W, int N, class A>
-__device__ __forceinline__ Words<O, N> normalize(const ForwardParams& p, const A (&h)[N], A rstd,
-                                                 const Words<W, N>& weight) {
-  A values[N], scale[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) values[i] = h[i] * rstd;
-  if (p.round_normalized) round_to<R>(values);
-  unpack_scale(weight, p.weight.data != nullptr, static_cast<A>(p.offset), scale);
-#pragma unroll
-  for (int i = 0; i < N; ++i) values[i] *= scale[i];
-  return pack<O, N>(values);
+// The sum over a row from its warps' sums, of all its blocks.
+template <int V, class A>
+__device__ __forceinline__ A exchange(A warp_sum, A* sums, int warp, int lane, TransactionBarrier& exchanged,
+                                      int cluster, const SumLayout& layout) {
+  if (cluster > 1) {
+    if (threadIdx.x == 0) exchanged.arrive_expecting(layout.warps * sizeof(A));
+    if (lane < cluster) store_in_peer(sums + warp, warp_sum, exchanged, lane);
+    exchanged.wait_for_peers(0);
+  } else {
+    if (lane == 0) sums[warp] = warp_sum;
+    __syncthreads();
+  }
+  return add_warp_sums<V>(sums, layout, lane);
 }
 
-// A row in the registers of `threads` threads, of `cluster` blocks where Clustered: read once, written once.
-template <class T, class R, class O, class W, int V, int MaxThreads, bool Aligned, bool Clustered>
-__global__ void __launch_bounds__(MaxThreads)
+// out of a run of h, which is overwritten.
+template <class R, class O, class W, int N, int V, class A>
+__device__ __forceinline__ void normalize(A (&h)[V][N], A rstd, bool round_normalized,
+                                          const Words<W, N> (&weight)[V], A offset, Words<O, N> (&out)[V]) {
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) h[v][i] *= rstd;
+  }
+  if (round_normalized) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) unpack(pack<R, N>(h[v]), h[v]);
+  }
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    A scale[N];
+    unpack_scale(weight[v], offset, scale);
+#pragma unroll
+    for (int i = 0; i < N; ++i) h[v][i] *= scale[i];
+    out[v] = pack<O, N>(h[v]);
+  }
+}
+
+// A row in the registers of `threads` threads each of `cluster` blocks: read once, written once.
+template <class T, class R, class O, class W, int V, bool Aligned>
+__global__ void __launch_bounds__(kMaxThreads)
     forward_in_registers(const __grid_constant__ ForwardParams p,
+                         const __grid_constant__ Scalars<Accumulate<T>> scalars,
                          const __grid_constant__ ForwardConfig config,
                          const __grid_constant__ SumLayout layout) {
   using A = Accumulate<T>;
-  constexpr int N = kVectorElements<T>,
-                kStride = kWarp * N;  // columns from one of a thread's vectors to the next
-  constexpr bool kWeightFirst =
-      V <= 2;  // latency counts, and the registers are there; else it arrives during the exchange
+  constexpr int N = kVectorElements<T>;
   FUSED_DYNAMIC_SHARED(shared);
-  auto& barrier = *reinterpret_cast<TransactionBarrier*>(shared);
-  A* sums = reinterpret_cast<A*>(shared + kBlockBytes) + threadIdx.y * layout.warps;
+  auto& exchanged = *reinterpret_cast<TransactionBarrier*>(shared);
+  A* sums = reinterpret_cast<A*>(shared + kBlockBytes) + threadIdx.y * layout.slots;
 
   const int threads = config.threads, lanes = min(threads, kWarp), thread = threadIdx.x;
   const int lane = (threadIdx.y * threads + thread) % kWarp;
-  int warp = thread / kWarp;  // of the row
+  const bool clustered = config.cluster > 1;
   int64_t row = static_cast<int64_t>(blockIdx.x) * config.rows_per_block + threadIdx.y;
-  if constexpr (Clustered) {
+  int warp = thread / kWarp;  // of the row
+  if (clustered || threads > kWarp) clear_absent_sums(sums, layout, thread);
+  if (clustered) {
+    row = divide(blockIdx.x, config.cluster);
     warp += cluster_rank() * (threads / kWarp);
-    row = blockIdx.x / config.cluster;
     if (thread == 0) {
-      barrier.init();
+      exchanged.init();
       TransactionBarrier::fence_init();
     }
     cluster_arrive();
@@ -92,7 +117,7 @@ __global__ void __launch_bounds__(MaxThreads)
 
   const bool active = row < p.shape.rows;
   const int cols = static_cast<int>(p.shape.cols), first_col = (warp * V * kWarp + thread % kWarp) * N;
-  const auto remaining = [&](int v) { return (active ? cols - first_col : -N) - v * kStride; };
+  const int remaining = active ? cols - first_col : -N;
   const bool has_residual = p.residual.data != nullptr, has_weight = p.weight.data != nullptr;
   const RowIndex index(p.shape, row);
   const T* input = row_of<const T>(p.input, index) + first_col;
@@ -100,7 +125,6 @@ __global__ void __launch_bounds__(MaxThreads)
   R* residual_out = row_of<R>(p.residual_out, index) + first_col;
   O* out = row_of<O>(p.out, index) + first_col;
   const W* weight = static_cast<const W*>(p.weight.data) + first_col;
-  const A inverse_cols = A(1) / static_cast<A>(cols);
   finish_before_waiting(input, residual, residual_out, out, weight);
 
   const bool launch_first = gridDim.x < kBlocksThatLaunchFirst;
@@ -110,54 +134,176 @@ __global__ void __launch_bounds__(MaxThreads)
   Words<T, N> x[V];
   Words<R, N> r[V];
   Words<W, N> w[V];
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    x[v] = load<Aligned, T, N>(input + v * kStride, remaining(v));
-    r[v] = load<Aligned, R, N>(residual + v * kStride, has_residual ? remaining(v) : 0);
-  }
-  const auto load_weight = [&] {
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      w[v] = load<Aligned, W, N>(weight + v * kStride, has_weight ? cols - first_col - v * kStride : 0);
-    }
-  };
-  if constexpr (kWeightFirst) load_weight();
-  if (!launch_first) launch_dependents();
-
   A h[V][N], squares[V];
+  Fetched<Aligned, T, N, V> fetched_input;
+  Fetched<Aligned, R, N, V> fetched_residual;
+  const int remaining_residual = has_residual ? remaining : 0;
+  fetch_run(input, remaining, fetched_input);
+  fetch_run(residual, remaining_residual, fetched_residual);
+  load_run<Aligned>(weight, has_weight ? cols - first_col : 0, w);
+  if (!launch_first) launch_dependents();
+  if (clustered) cluster_wait();  // every block's barrier is initialised
+  align_run(fetched_input, input, remaining, x);
+  align_run(fetched_residual, residual, remaining_residual, r);
+  add(x, r, has_residual, p.round_sum, h);
 #pragma unroll
-  for (int v = 0; v < V; ++v) {
-    r[v] = add(x[v], r[v], has_residual, p.round_sum, h[v]);
-    squares[v] = sum_of_squares(h[v]);
-  }
-  if (has_residual) store_run<Aligned>(residual_out, remaining(0), r, thread % kWarp, lanes);
-  if constexpr (!kWeightFirst) load_weight();
+  for (int v = 0; v < V; ++v) squares[v] = sum_of_squares(h[v]);
+  if (has_residual) store_run<Aligned>(residual_out, remaining, r, thread % kWarp, lanes);
 
   A total = warp_sum(squares, lane, lanes);
-  if constexpr (Clustered) {
-    cluster_wait();  // every block's barrier is initialised
-    if (thread == 0) barrier.arrive_expecting(layout.warps * sizeof(A));
-    if (warp < layout.warps && lane < config.cluster) store_in_peer(sums + warp, total, barrier, lane);
-    barrier.wait(0);
-    total = add_warp_sums<V>(sums, layout, lane);
-  } else if (threads > kWarp) {
-    if (lane == 0 && warp < layout.warps) sums[warp] = total;
-    __syncthreads();
-    total = add_warp_sums<V>(sums, layout, lane);
+  if (clustered || threads > kWarp) {
+    total = exchange<V>(total, sums, warp, lane, exchanged, config.cluster, layout);
   }
-
-  const A rstd = reciprocal_root(total, inverse_cols, p.eps);
+  const A rstd = reciprocal_root(total, scalars);
   if (p.rstd != nullptr && active && first_col == 0) static_cast<A*>(p.rstd)[row] = rstd;
   Words<O, N> y[V];
+  normalize<R>(h, rstd, p.round_normalized, w, scalars.offset, y);
+  store_run<Aligned>(out, remaining, y, thread % kWarp, lanes);
+}
+
+// Copies a warp's run of `count` elements into shared memory, by the 16-byte blocks from the one with its
+// first element on, to a place as far from 16 bytes. The block that the next run begins in is left to that
+// run.
+template <class T>
+__device__ __forceinline__ void copy_run(T* to, const T* from, int count, bool last, int lane,
+                                         TransactionBarrier& filled) {
+  const int shift = misalignment(from), end = shift + count * static_cast<int>(sizeof(T));
+  const int bytes = (last ? end + kBlockBytes - 1 : end) / kBlockBytes * kBlockBytes;
+  char* first = reinterpret_cast<char*>(to) - shift;
+  const char* source = reinterpret_cast<const char*>(from) - shift;
+  if (count <= 0) return;
+#if FUSED_HOPPER
+  if (lane > 0) return;
+  filled.expect(bytes);
+  bulk_copy(first, source, bytes, filled);
+#else
+  for (int at = lane * kBlockBytes; at < bytes; at += kWarp * kBlockBytes) {
+    uint32_t word[kBlockWords];
+    load_block(source + at, word);
+    store_block(first + at, word);
+  }
+#endif
+}
+
+// A row, or a cluster's part of it (its slice), by way of shared memory, into which it is copied first: few
+// registers for many bytes on their way, and any thread can reach any element. Unaligned, the results are
+// worked out in vectors that start on 16 bytes of out, and are stored whole except at the slice's ends.
+template <class T, class R, class O, class W, bool Aligned>
+__global__ void __launch_bounds__(kSharedThreads, Aligned&& FUSED_HOPPER ? 3 : 2)
+    forward_through_shared(const __grid_constant__ ForwardParams p,
+                           const __grid_constant__ Scalars<Accumulate<T>> scalars,
+                           const __grid_constant__ ForwardConfig config,
+                           const __grid_constant__ SumLayout layout,
+                           const __grid_constant__ SliceLayout slice_layout) {
+  using A = Accumulate<T>;
+  constexpr int N = kVectorElements<T>, V = kSharedVectors, kRun = V * kWarp * N;
+  FUSED_DYNAMIC_SHARED(shared);
+  const int threads = config.threads, thread = threadIdx.x, lane = thread % kWarp;
+  auto* barriers = reinterpret_cast<TransactionBarrier*>(shared);
+  TransactionBarrier &exchanged = barriers[0], *filled = barriers + 1 + thread / kWarp;
+  A* sums = reinterpret_cast<A*>(shared + SliceLayout::kSums);
+
+  const bool clustered = config.cluster > 1;
+  const int rank = clustered ? cluster_rank() : 0;
+  const int64_t row = divide(blockIdx.x, config.cluster);
+  const int slice = threads * V * N, slice_col = rank * slice;
+  const int cols = min(slice, static_cast<int>(p.shape.cols) - slice_col);  // of the slice
+  const int run_col = thread / kWarp * kRun, run_cols = min(kRun, cols - run_col);
+  const bool has_residual = p.residual.data != nullptr, has_weight = p.weight.data != nullptr;
+  const RowIndex index(p.shape, row);
+  const T* input = row_of<const T>(p.input, index) + slice_col;
+  const R* residual = row_of<const R>(p.residual, index) + slice_col;
+  R* residual_out = row_of<R>(p.residual_out, index) + slice_col;
+  O* out = row_of<O>(p.out, index) + slice_col;
+  const W* weight = static_cast<const W*>(p.weight.data) + slice_col;
+  // In shared memory, as far from a line's start as in global memory, which copies fastest.
+  const auto place = [&](int offset, const void* from) { return shared + offset + within_line(from); };
+  T* x = reinterpret_cast<T*>(place(slice_layout.input, input));
+  R* r = reinterpret_cast<R*>(place(slice_layout.residual, residual));
+
+  clear_absent_sums(sums, layout, thread);
+  if (lane == 0) {
+    filled->init();
+    if (thread == 0) exchanged.init();
+    TransactionBarrier::fence_init();
+  }
+  if (clustered) cluster_arrive();
+  wait_for_predecessor();
+  const bool last = run_cols == cols - run_col;
+  copy_run(x + run_col, input + run_col, run_cols, last, lane, *filled);
+  if (has_residual) copy_run(r + run_col, residual + run_col, run_cols, last, lane, *filled);
+  if (lane == 0) filled->arrive_expecting(0);
+  launch_dependents();
+  if (clustered) cluster_wait();  // every block's barriers are initialised
+  Aligned ? __syncwarp() : __syncthreads();
+  filled->wait(0);
+  if (!Aligned && thread / kWarp + 1 < threads / kWarp) filled[1].wait(0);  // has the end of this warp's run
+
+  A squares[V];
 #pragma unroll
-  for (int v = 0; v < V; ++v) y[v] = normalize<R, O>(p, h[v], rstd, w[v]);
-  store_run<Aligned>(out, remaining(0), y, thread % kWarp, lanes);
+  for (int v = 0; v < V; ++v) {
+    const int col = run_col + (v * kWarp + lane) * N, left = cols - col;
+    squares[v] = 0;
+    if (left <= 0) continue;
+    const Words<T, N> x_run[1] = {load_part<Aligned, T, N>(x + col, 0, N)};
+    Words<R, N> r_run[1];
+    if (has_residual) r_run[0] = load_part<Aligned, R, N>(r + col, 0, N);
+    A h[1][N];
+    add(x_run, r_run, has_residual, p.round_sum, h);
+    if (!Aligned && left < N) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) h[0][i] = i < left ? h[0][i] : A(0);
+    }
+    squares[v] = sum_of_squares(h[0]);
+    if (Aligned && has_residual) store_part<true>(residual_out + col, 0, N, r_run[0]);
+  }
+  const int warp = (rank * threads + thread) / kWarp;  // of the row
+  const A total =
+      exchange<V>(warp_sum(squares, lane, kWarp), sums, warp, lane, exchanged, config.cluster, layout);
+  const A rstd = reciprocal_root(total, scalars);
+  if (p.rstd != nullptr && thread == 0 && rank == 0) static_cast<A*>(p.rstd)[row] = rstd;
+
+  // The vectors of out that start on 16 bytes start where a thread's own do, or `ahead` elements before.
+  const int ahead = Aligned ? 0 : misalignment(out) / static_cast<int>(sizeof(O));
+  const bool level =
+      Aligned || (misalignment(x - ahead) == 0 && (!has_residual || misalignment(r - ahead) == 0));
+  // The results of the vector at col, of which elements [begin, end) are the slice's.
+  const auto finish = [&](int col, int begin, int end) {
+    Words<T, N> x_run[1];
+    Words<R, N> r_run[1];
+    if (level) {
+      x_run[0] = load_part<true, T, N>(x + col, 0, N);
+      if (has_residual) r_run[0] = load_part<true, R, N>(r + col, 0, N);
+    } else {
+      x_run[0] = load_part<false, T, N>(x + col, 0, N);
+      if (has_residual) r_run[0] = load_part<false, R, N>(r + col, 0, N);
+    }
+    Words<W, N> w[1] = {};
+    if (has_weight) w[0] = load_part<Aligned, W, N>(weight + col, begin, end);
+    A h[1][N];
+    Words<O, N> y[1];
+    add(x_run, r_run, has_residual, p.round_sum, h);
+    if (!Aligned && has_residual) store_part<Aligned>(residual_out + col, begin, end, r_run[0]);
+    normalize<R>(h, rstd, p.round_normalized, w, scalars.offset, y);
+    store_part<Aligned>(out + col, begin, end, y[0]);
+  };
+  if constexpr (Aligned) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int col = run_col + (v * kWarp + lane) * N;
+      if (col < cols) finish(col, 0, N);
+    }
+  } else {  // other elements than before
+    for (int col = thread * N - ahead; col < cols; col += threads * N) finish(col, -col, cols - col);
+  }
 }
 
 // A row of any length, by one block that reads it twice: for the statistics, and for the results. A warp adds
 // the octets that one lane adds in add_warp_sums.
 template <class T, class R, class O, class W, bool Aligned>
-__global__ void __launch_bounds__(kMaxThreads) forward_in_a_loop(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kMaxThreads)
+    forward_in_a_loop(const __grid_constant__ ForwardParams p,
+                      const __grid_constant__ Scalars<Accumulate<T>> scalars) {
   using A = Accumulate<T>;
   constexpr int N = kVectorElements<T>;
   constexpr int64_t kStep = static_cast<int64_t>(kMaxThreads) * N;
@@ -177,9 +323,11 @@ __global__ void __launch_bounds__(kMaxThreads) forward_in_a_loop(const __grid_co
   const auto remaining = [&](int64_t col) {
     return static_cast<int>(max(min(cols - col, int64_t{N}), int64_t{-N}));
   };
-  const auto load_sum = [&](int64_t col, A(&h)[N]) {
-    const Words<R, N> r = load<Aligned, R, N>(residual + col, has_residual ? remaining(col) : 0);
-    return add(load<Aligned, T, N>(input + col, remaining(col)), r, has_residual, p.round_sum, h);
+  const auto load_sum = [&](int64_t col, Words<R, N>(&rounded)[1], A(&h)[1][N]) {
+    Words<T, N> x[1];
+    load_run<Aligned>(input + col, remaining(col), x);
+    load_run<Aligned>(residual + col, has_residual ? remaining(col) : 0, rounded);
+    add(x, rounded, has_residual, p.round_sum, h);
   };
 
   A sum = 0;
@@ -187,84 +335,66 @@ __global__ void __launch_bounds__(kMaxThreads) forward_in_a_loop(const __grid_co
     A squares[kOctet];
 #pragma unroll
     for (int chunk = 0; chunk < kOctet; ++chunk) {
-      A h[N];
-      load_sum(start + (chunk * kWarp + lane) * N, h);
-      squares[chunk] = sum_of_squares(h);
+      Words<R, N> rounded[1];
+      A h[1][N];
+      load_sum(start + (chunk * kWarp + lane) * N, rounded, h);
+      squares[chunk] = sum_of_squares(h[0]);
     }
     sum += warp_sum(squares, lane, kWarp);
   }
   if (lane == 0) sums[threadIdx.x / kWarp] = sum;
   __syncthreads();
-  const A total = add_warp_sums<kOctet>(sums, {kWarp, kWarp, kWarp}, lane);
-  const A rstd = reciprocal_root(total, A(1) / static_cast<A>(cols), p.eps);
+  const A total = add_warp_sums<kOctet>(sums, {kWarp, kWarp, kWarp, kWarp}, lane);
+  const A rstd = reciprocal_root(total, scalars);
   if (p.rstd != nullptr && threadIdx.x == 0) static_cast<A*>(p.rstd)[row] = rstd;
 
   for (int64_t start = 0; start < cols; start += kStep) {
     const int64_t col = start + threadIdx.x * N;
-    A h[N];
-    const Words<R, N> rounded[1] = {load_sum(col, h)};
-    const auto w =
-        load<Aligned, W, N>(static_cast<const W*>(p.weight.data) + col, has_weight ? remaining(col) : 0);
+    Words<R, N> rounded[1];
+    A h[1][N];
+    load_sum(col, rounded, h);
+    Words<W, N> w[1];
+    load_run<Aligned>(static_cast<const W*>(p.weight.data) + col, has_weight ? remaining(col) : 0, w);
     if (has_residual) store_run<Aligned>(residual_out + col, remaining(col), rounded, lane, kWarp);
-    const Words<O, N> y[1] = {normalize<R, O>(p, h, rstd, w)};
+    Words<O, N> y[1];
+    normalize<R>(h, rstd, p.round_normalized, w, scalars.offset, y);
     store_run<Aligned>(out + col, remaining(col), y, lane, kWarp);
   }
 }
 
+template <class T, class R, class O, class W, bool Aligned>
+cudaError_t launch_as(const ForwardParams& p, const ForwardConfig& config, const Queue& queue) {
+  using A = Accumulate<T>;
+  constexpr int N = kVectorElements<T>;
+  const Scalars<A> scalars(p.shape, p.weight, p.offset, p.eps);
+  Launch how = {forward_blocks(config, p.shape.rows), dim3(config.threads, config.rows_per_block),
+                config.cluster};
+  if (config.kernel == ForwardKernel::kLoop)
+    return launch<forward_in_a_loop<T, R, O, W, Aligned>>(how, queue, p, scalars);
+
+  const int64_t vectors = div_up(p.shape.cols, N);
+  const SumLayout layout = sum_layout(vectors, config.vectors_per_thread, config.threads * config.cluster);
+  if (config.kernel == ForwardKernel::kShared) {
+    const SliceLayout slice = slice_layout(config, vectors, sizeof(A), N * sizeof(T), N * sizeof(R));
+    how.shared_bytes = slice.bytes;
+    return launch<forward_through_shared<T, R, O, W, Aligned>>(how, queue, p, scalars, config, layout, slice);
+  }
+  if (config.threads > kWarp || config.cluster > 1)
+    how.shared_bytes = kBlockBytes + config.rows_per_block * layout.slots * static_cast<int>(sizeof(A));
+  if constexpr (Aligned) {
+    if (config.vectors_per_thread == 2)
+      return launch<forward_in_registers<T, R, O, W, 2, Aligned>>(how, queue, p, scalars, config, layout);
+  }
+  return launch<forward_in_registers<T, R, O, W, 1, Aligned>>(how, queue, p, scalars, config, layout);
+}
+
 }  // namespace
 
-cudaError_t launch_forward(const ForwardParams& p, const ForwardConfig& config, bool aligned, const Gpu& gpu,
-                           int device, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  dispatch_dtypes<Half, BFloat16>(
-      p.input_dtype, p.residual_dtype, p.out_dtype, p.weight.dtype, [&](auto t, auto r, auto o, auto w) {
-        using T = decltype(t);
-        using R = decltype(r);
-        using O = decltype(o);
-        using W = decltype(w);
-        using A = Accumulate<T>;
-        const SumLayout layout =
-            sum_layout(div_up(p.shape.cols, kVectorElements<T>), std::max(1, config.vectors_per_thread));
-        Launch how;
-        how.threads = dim3(config.threads, config.rows_per_block);
-        how.blocks = div_up(p.shape.rows, config.rows_per_block) * config.cluster;
-        how.cluster = config.cluster;
-        how.dependent = gpu.dependent;
-        how.device = device;
-        how.stream = stream;
-        const auto dispatch_alignment = [&](auto is_aligned) {
-          constexpr bool kAligned = decltype(is_aligned)::value;
-          if (config.vectors_per_thread == 0) {
-            error = launch<forward_in_a_loop<T, R, O, W, kAligned>>(how, p);
-            return;
-          }
-          if (config.threads > kWarp || config.cluster > 1) {
-            how.shared_bytes =
-                kBlockBytes + config.rows_per_block * layout.warps * static_cast<int>(sizeof(A));
-          }
-          const auto launch_as = [&](auto vectors, auto max_threads, auto clustered) {
-            constexpr auto kernel =
-                forward_in_registers<T, R, O, W, decltype(vectors)::value, decltype(max_threads)::value,
-                                     kAligned, decltype(clustered)::value>;
-            error = launch<kernel>(how, p, config, layout);
-          };
-          const bool clustered = config.cluster > 1;
-          switch (config.vectors_per_thread) {
-            case 1:
-              return clustered ? launch_as(Constant<1>(), Constant<1024>(), std::true_type())
-                               : launch_as(Constant<1>(), Constant<1024>(), std::false_type());
-            case 2:
-              return launch_as(Constant<2>(), Constant<1024>(), std::false_type());
-            case 4:
-              return config.threads <= 256 ? launch_as(Constant<4>(), Constant<256>(), std::false_type())
-                                           : launch_as(Constant<4>(), Constant<1024>(), std::false_type());
-            default:
-              return launch_as(Constant<8>(), Constant<512>(), std::true_type());
-          }
-        };
-        aligned ? dispatch_alignment(std::true_type()) : dispatch_alignment(std::false_type());
-      });
-  return error;
+cudaError_t launch_forward(const ForwardParams& p, const ForwardConfig& config, bool aligned,
+                           const Queue& queue) {
+  return dispatch(p, aligned, [&](auto t, auto r, auto o, auto w, auto is_aligned) {
+    return launch_as<decltype(t), decltype(r), decltype(o), decltype(w), is_aligned>(p, config, queue);
+  });
 }
 
 cudaError_t kernel_target(int* target) {

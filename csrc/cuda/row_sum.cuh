@@ -36,8 +36,9 @@ __device__ __forceinline__ A warp_sum(A (&sums)[V], int lane, int lanes) {
         const A give = upper ? sums[i] : sums[i + held];
         sums[i] = keep + __shfl_xor_sync(kAllLanes, give, distance);
       }
-    } else if (distance < lanes) {
-      sums[0] += __shfl_xor_sync(kAllLanes, sums[0], distance);
+    } else {
+      const A other = __shfl_xor_sync(kAllLanes, sums[0], distance);
+      if (distance < lanes) sums[0] += other;
     }
   }
 #pragma unroll
@@ -46,28 +47,33 @@ __device__ __forceinline__ A warp_sum(A (&sums)[V], int lane, int lanes) {
   return sums[0];
 }
 
+// Before the first barrier: zeros for the warps that the last octet lacks, by the first warp.
+template <class A>
+__device__ __forceinline__ void clear_absent_sums(A* sums, const SumLayout& layout, int thread) {
+  if (thread < layout.slots - layout.warps) sums[layout.warps + thread] = 0;
+  __syncwarp();  // its first lane speaks for it in a cluster's exchange
+}
+
 // The rest of the tree, from every warp's sum in shared memory. Each lane takes the octets congruent to its
 // own number, so that all lanes get the bits.
 template <int V, class A>
 __device__ __forceinline__ A add_warp_sums(const A* sums, const SumLayout& layout, int lane) {
-  constexpr int kPerOctet = kOctet / V;
+  constexpr int kPerOctet = kOctet / V, kBytes = kPerOctet * sizeof(A);
+  struct alignas(kBytes < kBlockBytes ? kBytes : kBlockBytes) Octet {
+    A sum[kPerOctet];
+  };
   A total = 0;
 #pragma unroll 1
-  for (int octet = lane % layout.lanes; octet < layout.octets; octet += kWarp) {
-    A parts[kPerOctet];
-#pragma unroll
-    for (int i = 0; i < kPerOctet; ++i) {
-      const int warp = octet * kPerOctet + i;
-      parts[i] = warp < layout.warps ? sums[warp] : A(0);
-    }
+  for (int octet = lane & (layout.lanes - 1); octet < layout.octets; octet += kWarp) {
+    Octet parts = reinterpret_cast<const Octet*>(sums)[octet];
 #pragma unroll
     for (int pairs = kPerOctet / 2; pairs > 0; pairs /= 2) {
 #pragma unroll
       for (int i = 0; i < kPerOctet / 2; ++i) {
-        if (i < pairs) parts[i] = parts[2 * i] + parts[2 * i + 1];
+        if (i < pairs) parts.sum[i] = parts.sum[2 * i] + parts.sum[2 * i + 1];
       }
     }
-    total += parts[0];
+    total += parts.sum[0];
   }
 #pragma unroll 1
   for (int distance = 1; distance < layout.lanes; distance *= 2)

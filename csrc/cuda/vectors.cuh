@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/config.h"
 #include "params.h"
 
 namespace fused::cuda {
@@ -21,6 +22,19 @@ using BFloat16 = __nv_bfloat16;
 
 template <class T>
 using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// A call's scalars in the type that is computed in, made by the host: a division and a conversion from fp64
+// take a GPU as long as a row's sum.
+template <class A>
+struct Scalars {
+  A inverse_cols, eps;
+  A offset;  // one where there is no weight, which is read as zeros
+
+  Scalars(const Shape& shape, const Weight& weight, double offset, double eps = 0)
+      : inverse_cols(A(1) / static_cast<A>(shape.cols)),
+        eps(static_cast<A>(eps)),
+        offset(weight.data == nullptr ? A(1) : static_cast<A>(offset)) {}
+};
 
 constexpr int kWarp = 32;
 constexpr int kBlockBytes = 16;  // the widest access of a thread
@@ -41,6 +55,15 @@ struct Words {
   uint32_t word[kCount];
 };
 
+// The same bits, without taking the parts of a pair asunder.
+template <class To, class From>
+__device__ __forceinline__ To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
 template <class T, int N, class A>
 __device__ __forceinline__ void unpack(const Words<T, N>& words, A (&values)[N]) {
 #pragma unroll
@@ -53,8 +76,8 @@ __device__ __forceinline__ void unpack(const Words<T, N>& words, A (&values)[N])
       const uint32_t word = words.word[i / 2];
       values[i] = __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
     } else {
-      const uint32_t word = words.word[i / 2];
-      values[i] = __half2float(__ushort_as_half(i % 2 ? word >> 16 : word & 0xffffu));
+      const __half2 pair = bits_as<__half2>(words.word[i / 2]);
+      values[i] = i % 2 ? __high2float(pair) : __low2float(pair);
     }
   }
 }
@@ -75,12 +98,9 @@ __device__ __forceinline__ Words<T, N> pack(const A (&values)[N]) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       if constexpr (std::is_same_v<T, BFloat16>) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
-        words.word[i] = __bfloat16_as_ushort(pair.x) | static_cast<uint32_t>(__bfloat16_as_ushort(pair.y))
-                                                           << 16;
+        words.word[i] = bits_as<uint32_t>(__floats2bfloat162_rn(values[2 * i], values[2 * i + 1]));
       } else {
-        const __half2 pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
-        words.word[i] = __half_as_ushort(pair.x) | static_cast<uint32_t>(__half_as_ushort(pair.y)) << 16;
+        words.word[i] = bits_as<uint32_t>(__floats2half2_rn(values[2 * i], values[2 * i + 1]));
       }
     }
   }
@@ -101,20 +121,13 @@ __device__ __forceinline__ auto element(const Words<T, N>& words, int i) {
 
 // --- Memory ----------------------------------------------------------------
 
-// Moves an array of words down by `bytes` (0 to 15); the vacated end is garbage. Selects rather than
-// branches, so that the array stays in registers.
-template <int Count>
-__device__ __forceinline__ void shift_down(uint32_t (&word)[Count], int bytes) {
-#pragma unroll
-  for (int i = 0; i + 2 < Count; ++i) word[i] = bytes & 8 ? word[i + 2] : word[i];
-#pragma unroll
-  for (int i = 0; i + 1 < Count; ++i) word[i] = bytes & 4 ? word[i + 1] : word[i];
-#pragma unroll
-  for (int i = 0; i + 1 < Count; ++i) word[i] = __funnelshift_r(word[i], word[i + 1], bytes % 4 * 8);
-}
-
 __device__ __forceinline__ int misalignment(const void* pointer) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % kBlockBytes);
+}
+
+// Bytes from the start of the pointer's line of memory.
+__device__ __forceinline__ int within_line(const void* pointer) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % kLineBytes);
 }
 
 __device__ __forceinline__ void load_block(const char* from, uint32_t* word) {
@@ -129,108 +142,210 @@ __device__ __forceinline__ void store_block(char* to, const uint32_t* word) {
   *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-// The vector at `from`, of which the first `remaining` elements (any sign) belong to the row; the others are
-// zeros.
-template <bool Aligned, class T, int N>
-__device__ __forceinline__ Words<T, N> load(const T* from, int remaining) {
-  constexpr int kBlocks = N * sizeof(T) / kBlockBytes;
-  Words<T, N> words = {};
-  if (remaining <= 0) return words;
-  const auto* bytes = reinterpret_cast<const char*>(from);
-  const int shift = Aligned ? 0 : misalignment(from);
-  if (Aligned || (shift == 0 && remaining >= N)) {
+constexpr int kBlockWords = kBlockBytes / 4;
+
+template <int Skip, int V, int In, class T, int N>
+__device__ __forceinline__ void shift_down_by(const uint32_t (&in)[V][In], int bits, Words<T, N> (&out)[V]) {
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) load_block(bytes + i * kBlockBytes, words.word + 4 * i);
-    return words;
-  }
-  const int own = min(remaining, N) * static_cast<int>(sizeof(T));
-  uint32_t around[4 * (kBlocks + 1)] =
-      {};  // a block without an element of ours may lie outside the allocation
-#pragma unroll
-  for (int i = 0; i <= kBlocks; ++i) {
-    if (i * kBlockBytes < shift + own) load_block(bytes - shift + i * kBlockBytes, around + 4 * i);
-  }
-  shift_down(around, shift);
-#pragma unroll
-  for (int i = 0; i < Words<T, N>::kCount; ++i) words.word[i] = around[i];
-  if (remaining < N) {
+  for (int v = 0; v < V; ++v) {
 #pragma unroll
     for (int i = 0; i < Words<T, N>::kCount; ++i) {
-      const int valid = own - 4 * i;  // bytes of this word
-      words.word[i] = valid >= 4 ? around[i] : valid <= 0 ? 0u : around[i] & 0xffffu;
+      const uint32_t low = in[v][i + Skip], high = i + Skip + 1 < In ? in[v][i + Skip + 1] : 0u;
+      out[v].word[i] = sizeof(T) < 4 ? __funnelshift_r(low, high, bits) : low;
     }
   }
-  return words;
 }
 
-// Stores elements [begin, end) of a vector, one by one.
-template <class T, int N>
-__device__ __forceinline__ void store_elements(T* to, int begin, int end, const Words<T, N>& words) {
+// The words of V vectors from byte `bytes` (0 to 16) on. That is the same number in a whole row, and whole
+// words of it are left out by a branch, which costs less than selecting every word.
+template <int V, int In, class T, int N>
+__device__ __forceinline__ void shift_down(const uint32_t (&in)[V][In], int bytes, Words<T, N> (&out)[V]) {
+  const int bits = bytes % 4 * 8;
+  switch (bytes / 4) {
+    case 0:
+      return shift_down_by<0>(in, bits, out);
+    case 1:
+      return shift_down_by<1>(in, bits, out);
+    case 2:
+      return shift_down_by<2>(in, bits, out);
+    case 3:
+      return shift_down_by<3>(in, bits, out);
+    default:
+      return shift_down_by<4>(in, bits, out);
+  }
+}
+
+// A warp's run is V vectors a lane, each 32 lanes (N columns a lane) behind the one before. Of the elements
+// from the lane's first on, `remaining` (any number) belong to the row.
+
+// A run as it is loaded: unaligned, the blocks around each vector.
+template <bool Aligned, class T, int N, int V>
+struct Fetched {
+  uint32_t word[V][Words<T, N>::kCount + (Aligned ? 0 : kBlockWords)];
+};
+
+template <bool Aligned, class T, int N, int V>
+__device__ __forceinline__ void fetch_run(const T* from, int remaining, Fetched<Aligned, T, N, V>& run) {
+  constexpr int kBlocks = sizeof(run.word[0]) / kBlockBytes;
+  const int shift = Aligned ? 0 : misalignment(from);
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const int left = remaining - v * kWarp * N, end = shift + min(left, N) * static_cast<int>(sizeof(T));
+    const char* block = reinterpret_cast<const char*>(from + v * kWarp * N) - shift;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      uint32_t* word = run.word[v] + i * kBlockWords;
+      word[0] = word[1] = word[2] = word[3] = 0;
+      // A block without an element of ours may lie outside the allocation.
+      if (Aligned || i == 0 ? left > 0 : i * kBlockBytes < end) load_block(block + i * kBlockBytes, word);
+    }
+  }
+}
+
+// The vectors of a run that was fetched from the same place; elements beyond the row's end are zeros.
+template <bool Aligned, class T, int N, int V>
+__device__ __forceinline__ void align_run(const Fetched<Aligned, T, N, V>& fetched, const T* from,
+                                          int remaining, Words<T, N> (&run)[V]) {
+  if constexpr (Aligned) {
+    shift_down_by<0>(fetched.word, 0, run);
+  } else {
+    shift_down(fetched.word, misalignment(from), run);
+    if (remaining >= ((V - 1) * kWarp + 1) * N) return;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+#pragma unroll
+      for (int i = 0; i < Words<T, N>::kCount; ++i) {
+        // Bytes of the row from this word on.
+        const int left = (remaining - v * kWarp * N) * static_cast<int>(sizeof(T)) - 4 * i;
+        if (left < 4) run[v].word[i] = left <= 0 ? 0u : run[v].word[i] & 0xffffu;
+      }
+    }
+  }
+}
+
+template <bool Aligned, class T, int N, int V>
+__device__ __forceinline__ void load_run(const T* from, int remaining, Words<T, N> (&run)[V]) {
+  Fetched<Aligned, T, N, V> fetched;
+  fetch_run(from, remaining, fetched);
+  align_run(fetched, from, remaining, run);
+}
+
+template <bool Aligned, class T, int N>
+__device__ __forceinline__ Words<T, N> load(const T* from, int remaining) {
+  Words<T, N> run[1];
+  load_run<Aligned>(from, remaining, run);
+  return run[0];
+}
+
+// Stores elements [begin, end) of a block, one by one.
+template <class T>
+__device__ __forceinline__ void store_elements(T* to, int begin, int end, const uint32_t* block) {
+  Words<T, kVectorElements<T>> words;
+#pragma unroll
+  for (int i = 0; i < kBlockWords; ++i) words.word[i] = block[i];
   using Bits = decltype(element(words, 0));
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
+  for (int i = 0; i < kVectorElements<T>; ++i) {
     if (i >= begin && i < end) reinterpret_cast<Bits*>(to)[i] = element(words, i);
   }
 }
 
-// Stores a warp's run: V vectors a lane, each 32 lanes (N columns a lane) behind the one before, of which the
-// first `remaining` elements from `to` on (any sign) belong to the row. `lane` counts within the `lanes` that
-// share the row; all lanes of the warp take part.
-template <bool Aligned, class T, int N, int V>
-__device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N> (&run)[V], int lane,
-                                          int lanes) {
-  constexpr int kBlocks = N * sizeof(T) / kBlockBytes, kPerBlock = kVectorElements<T>, kStride = kWarp * N;
-  const int shift = Aligned ? 0 : misalignment(to), ahead = shift / static_cast<int>(sizeof(T));
+// A vector at any address, of which elements [begin, end) belong to the tensor; the others are unspecified.
+template <bool Aligned, class T, int N>
+__device__ __forceinline__ Words<T, N> load_part(const T* from, int begin, int end) {
+  constexpr int kSize = sizeof(T), kCount = Words<T, N>::kCount + (Aligned ? 0 : kBlockWords);
+  const int shift = Aligned ? 0 : misalignment(from);
+  const char* block = reinterpret_cast<const char*>(from) - shift;
+  uint32_t words[1][kCount];
 #pragma unroll
-  for (int v = 0; v < V; ++v) {
-    const Words<T, N>& own = run[v];
-    T* at = to + v * kStride;
-    const int left = remaining - v * kStride;
-    // The 16-byte blocks from the one that holds our first element on: they begin with the end of the vector
-    // before, which the lane before has (the last lane's, of the run's vector before). Rows that share a warp
-    // may be aligned differently.
-    Words<T, N + kPerBlock> blocks;
-    if constexpr (!Aligned) {
+  for (int at = 0; at < kCount * 4; at += kBlockBytes) {
+    uint32_t* word = words[0] + at / 4;
+    word[0] = word[1] = word[2] = word[3] = 0;
+    // A block without an element of the tensor may lie outside the allocation.
+    if (at < shift + end * kSize && at + kBlockBytes > shift + begin * kSize) load_block(block + at, word);
+  }
+  Words<T, N> out[1];
+  Aligned ? shift_down_by<0>(words, 0, out) : shift_down(words, shift, out);
+  return out[0];
+}
+
+// Stores elements [begin, end) of a vector, at once where it is whole and starts on 16 bytes.
+template <bool Aligned, class T, int N>
+__device__ __forceinline__ void store_part(T* to, int begin, int end, const Words<T, N>& words) {
+  constexpr int kPerBlock = kVectorElements<T>;
+  const bool whole = begin <= 0 && end >= N && (Aligned || misalignment(to) == 0);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int end = 4 * (kBlocks - 1) + i;
-        const uint32_t give = v > 0 && lane == lanes - 1 ? run[v > 0 ? v - 1 : 0].word[end] : own.word[end];
-        blocks.word[i] =
-            __shfl_sync(kAllLanes, give, (threadIdx.y * blockDim.x + threadIdx.x + kWarp - 1) % kWarp);
-      }
-    }
-    if (shift == 0 && left >= N) {
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i)
-        store_block(reinterpret_cast<char*>(at) + i * kBlockBytes, own.word + 4 * i);
-    }
-    if constexpr (!Aligned) {
-      if (shift == 0) {
-        if (left < N) store_elements(at, 0, left, own);
-        continue;
-      }
-#pragma unroll
-      for (int i = 0; i < Words<T, N>::kCount; ++i) blocks.word[4 + i] = own.word[i];
-      shift_down(blocks.word, kBlockBytes - shift);
-      const bool has_before = v > 0 || lane > 0;
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        const int begin = has_before ? 0 : ahead - i * kPerBlock, end = min(left, N) + ahead - i * kPerBlock;
-        T* block = at - ahead + i * kPerBlock;
-        if (begin <= 0 && end >= kPerBlock) {
-          store_block(reinterpret_cast<char*>(block), blocks.word + 4 * i);
-        } else {
-          Words<T, kPerBlock> part;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) part.word[j] = blocks.word[4 * i + j];
-          store_elements(block, begin, end, part);
-        }
-      }
-      if (v == V - 1 && lane == lanes - 1)
-        store_elements(at, N - ahead, min(left, N), own);  // no lane behind it
+  for (int i = 0; i < N / kPerBlock; ++i) {
+    T* block = to + i * kPerBlock;
+    const uint32_t* word = words.word + i * kBlockWords;
+    if (whole) {
+      store_block(reinterpret_cast<char*>(block), word);
+    } else {
+      store_elements(block, begin - i * kPerBlock, end - i * kPerBlock, word);
     }
   }
 }
+
+// Stores a warp's run; all its lanes take part. `lane` counts within the `lanes` that share the row.
+// Unaligned, a lane stores the blocks from the one with its first element on: they begin with the end of the
+// vector before, which the lane before has (the last lane's, of the run's vector before).
+template <bool Aligned, class T, int N, int V>
+__device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N> (&run)[V], int lane,
+                                          int lanes) {
+  constexpr int kCount = Words<T, N>::kCount, kBlocks = kCount / kBlockWords, kPerBlock = kVectorElements<T>;
+  if constexpr (Aligned) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      char* at = reinterpret_cast<char*>(to + v * kWarp * N);
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        if (remaining - v * kWarp * N > 0) store_block(at + i * kBlockBytes, run[v].word + i * kBlockWords);
+      }
+    }
+  } else {
+    const int shift = misalignment(to), ahead = shift / static_cast<int>(sizeof(T));
+    const int lane_before = (threadIdx.y * blockDim.x + threadIdx.x + kWarp - 1) % kWarp;
+    uint32_t both[V][kBlockWords + kCount];  // the end of the vector before, and the lane's own
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+#pragma unroll
+      for (int i = 0; i < kBlockWords; ++i) {
+        const int end = kCount - kBlockWords + i;
+        const uint32_t give =
+            v > 0 && lane == lanes - 1 ? run[v > 0 ? v - 1 : 0].word[end] : run[v].word[end];
+        both[v][i] = __shfl_sync(kAllLanes, give, lane_before);
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) both[v][kBlockWords + i] = run[v].word[i];
+    }
+    Words<T, N> shifted[V];
+    shift_down(both, kBlockBytes - shift, shifted);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int left = min(remaining - v * kWarp * N, N);
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        const int first = ahead - i * kPerBlock;  // the lane's own first element, counted from the block's
+        const int begin = v > 0 || lane > 0 ? 0 : first, end = left + first;
+        T* block = to + v * kWarp * N - first;
+        if (begin <= 0 && end >= kPerBlock) {
+          store_block(reinterpret_cast<char*>(block), shifted[v].word + i * kBlockWords);
+        } else if (begin < end) {
+          store_elements(block, begin, end, shifted[v].word + i * kBlockWords);
+        }
+      }
+    }
+    if (lane == lanes - 1) {  // has no lane behind it
+      const int first = N - kPerBlock;
+      const int end = min(remaining - (V - 1) * kWarp * N, N) - first;
+      store_elements(to + (V - 1) * kWarp * N + first, kPerBlock - ahead, end,
+                     run[V - 1].word + kCount - kBlockWords);
+    }
+  }
+}
+
+// By a power of two, such as a cluster's size.
+__device__ __forceinline__ unsigned divide(unsigned value, int power) { return value >> (__ffs(power) - 1); }
 
 // A row's place in the two levels of strides, found once for all tensors.
 struct RowIndex {
@@ -249,13 +364,12 @@ __device__ __forceinline__ T* row_of(const Rows& rows, const RowIndex& row) {
   return static_cast<T*>(rows.data) + row.outer * rows.outer_stride + row.inner * rows.inner_stride;
 }
 
-// offset + weight of one vector; ones where there is no weight.
+// offset + weight of one vector.
 template <class W, int N, class A>
-__device__ __forceinline__ void unpack_scale(const Words<W, N>& weight, bool has_weight, A offset,
-                                             A (&values)[N]) {
+__device__ __forceinline__ void unpack_scale(const Words<W, N>& weight, A offset, A (&values)[N]) {
   unpack(weight, values);
 #pragma unroll
-  for (int i = 0; i < N; ++i) values[i] = has_weight ? values[i] + offset : A(1);
+  for (int i = 0; i < N; ++i) values[i] += offset;
 }
 
 }  // namespace fused::cuda

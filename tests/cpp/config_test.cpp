@@ -11,8 +11,9 @@ namespace {
 
 constexpr Gpu kHopper{132, 227 * 1024, true, true, {132, 66, 30, 15, 7}};
 constexpr Gpu kWorkstation{
-    188, 99 * 1024, true, true, {188, 94, 47, 23, 0}};  // newer, with less shared memory
-constexpr Gpu kTuring{40, 64 * 1024, false, false, {}};
+    188, 99 * 1024, true, true, {188, 94, 47, 23, 0}};              // newer, with less shared memory
+constexpr Gpu kPart{14, 227 * 1024, true, true, {14, 7, 3, 0, 0}};  // of a Hopper
+constexpr Gpu kTuring{40, 64 * 1024, false, false, {40}};
 
 int64_t cols = 0;  // under test, for the message
 
@@ -33,22 +34,34 @@ void check_sums(const SumLayout& layout, int64_t vectors, int vectors_per_thread
         "octets that cover the row once");
   check(layout.lanes <= kWarpThreads && (layout.lanes >= layout.octets || layout.lanes == kWarpThreads),
         "a lane for each octet");
+  check(layout.slots * vectors_per_thread >= layout.octets * 8 && layout.slots >= layout.warps &&
+            layout.slots - layout.warps < 8,
+        "slots for every warp and whole octets");
 }
 
-void check_forward(int64_t vectors, int64_t rows, bool aligned, const Gpu& gpu) {
-  const ForwardConfig config = forward_config(vectors, rows, aligned, gpu);
+void check_forward(int64_t vectors, int64_t rows, int residual_vector_bytes, bool aligned, const Gpu& gpu) {
+  const ForwardConfig config = forward_config(vectors, rows, residual_vector_bytes, aligned, gpu);
   const int v = config.vectors_per_thread;
-  if (v == 0) return check(vectors > 4096, "rows this short to be held in registers");
-  check(v == 1 || v == 2 || v == 4 || v == 8, "1, 2, 4 or 8 vectors a thread");
+  check(forward_blocks(config, rows) / config.cluster * config.rows_per_block >= rows,
+        "a block for every row");
+  if (config.kernel == ForwardKernel::kLoop)
+    return check(vectors > 1024, "rows this short to be held at once");
   check(is_row_width(config.threads), "whole warps, or a power of two within one");
   check(int64_t{config.threads} * v * config.cluster >= vectors, "a thread for every vector");
-  check(config.threads * config.rows_per_block <= (v == 8 ? 512 : kMaxThreads), "a block that fits");
   check(config.threads * config.rows_per_block % kWarpThreads == 0, "whole warps in a block");
-  check(config.threads >= kWarpThreads || v == 1, "one vector a thread where rows share a warp");
   check(config.cluster == 1 || (gpu.hopper && config.rows_per_block == 1), "clusters on Hopper, a row each");
-  check(config.cluster <= kPortableCluster, "a cluster that every GPU schedules");
-  check(config.cluster == 1 ? v != 8 : v == 1 || v == 8, "a kernel that is compiled");
-  check_sums(sum_layout(vectors, v), vectors, v);
+  check(gpu.clusters[log2_of(config.cluster)] > 0, "clusters that are scheduled");
+  check_sums(sum_layout(vectors, v, config.threads * config.cluster), vectors, v);
+  if (config.kernel == ForwardKernel::kRegisters) {
+    check(v == 1 || (v == 2 && aligned), "a kernel that is compiled");
+    check(config.threads * config.rows_per_block <= kMaxThreads, "a block that fits");
+    check(config.threads >= kWarpThreads || v == 1, "one vector a thread where rows share a warp");
+    return;
+  }
+  check(v == kSharedVectors && config.rows_per_block == 1, "a kernel that is compiled");
+  check(config.threads >= kWarpThreads && config.threads <= kSharedThreads, "a block that fits");
+  check(slice_layout(config, vectors, 4, 16, residual_vector_bytes).bytes <= gpu.shared_bytes,
+        "a slice that fits");
 }
 
 void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residual_vector_bytes, bool aligned,
@@ -58,13 +71,15 @@ void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residua
   const int v = config.vectors_per_thread;
   const int64_t blocks = backward_blocks(config, rows, gpu);
   check(blocks >= 1 && blocks % config.cluster == 0, "whole clusters");
-  check(partial_rows(config, rows, gpu) >= blocks / config.cluster, "a partial sum a block");
+  const int64_t partials = partial_rows(config, rows, gpu);
+  check(partials == blocks / config.cluster || (partials == 0 && blocks == config.cluster),
+        "a row of partial sums a cluster");
   if (config.kernel == BackwardKernel::kLoop)
     return check(vectors > 1024, "rows this short to be held in registers");
   check(is_row_width(config.threads), "whole warps, or a power of two within one");
   check(int64_t{config.threads} * v * config.cluster >= vectors, "a thread for every vector");
   check(config.threads >= kWarpThreads || v == 1, "one vector a thread where rows share a warp");
-  check_sums(sum_layout(vectors, v), vectors, v);
+  check_sums(sum_layout(vectors, v, config.threads * config.cluster), vectors, v);
   if (config.kernel == BackwardKernel::kRegisters) {
     check(config.threads * config.rows_per_block <= 256 &&
               config.threads * config.rows_per_block % kWarpThreads == 0,
@@ -72,9 +87,10 @@ void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residua
     return;
   }
   check(ring && gpu.hopper, "a ring only where it can be used");
-  check(v == kRingVectors, "a kernel that is compiled");
+  check(v == ring_vectors(aligned), "a kernel that is compiled");
   check(config.stages >= kMinStages && config.stages <= kMaxStages, "stages enough to make progress");
-  check(config.threads >= kWarpThreads && config.threads * config.teams <= kRingThreads, "a block that fits");
+  check(config.threads >= kWarpThreads && config.threads * config.teams <= ring_threads(aligned),
+        "a block that fits");
   check(config.teams < 16, "a named barrier for every team");
   check(ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= gpu.shared_bytes,
         "stages that fit");
@@ -84,20 +100,23 @@ void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residua
 }  // namespace
 
 int main() {
+  check(workers(4096, 264) == 256 && workers(5, 132) == 5 && workers(133, 132) == 67,
+        "an even share of turns");
   for (cols = 1; cols <= 300000; ++cols) {
     for (const int vector_elements : {8, 4, 2}) {
       const int64_t vectors = div_up(cols, vector_elements);
       for (const bool aligned : {true, false}) {
-        for (const Gpu& gpu : {kHopper, kWorkstation, kTuring}) {
+        for (const Gpu& gpu : {kHopper, kWorkstation, kPart, kTuring}) {
           for (const int64_t rows : {1, 2, 16, 17, 64, 132, 133, 264, 265, 4096, 1000000}) {
-            check_forward(vectors, rows, aligned, gpu);
+            for (const int residual_vector_bytes : {16, 32})
+              check_forward(vectors, rows, residual_vector_bytes, aligned, gpu);
           }
           for (const int64_t rows : {1, 1000}) check_backward(vectors, rows, 0, 0, aligned, false, gpu);
         }
         for (const int residual_vector_bytes :
              {16, 32}) {  // a 16-bit input's vector under its own dtype, and under fp32
           for (const int64_t rows : {1, 64, 200, 1000000}) {
-            for (const Gpu& gpu : {kHopper, kWorkstation})
+            for (const Gpu& gpu : {kHopper, kWorkstation, kPart})
               check_backward(vectors, rows, 16, residual_vector_bytes, aligned, true, gpu);
           }
         }

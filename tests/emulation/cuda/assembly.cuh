@@ -52,6 +52,7 @@ struct TransactionBarrier {
 
   void arrive_expecting(uint32_t more_bytes) { signal(more_bytes, 1); }
   void expect(uint32_t more_bytes) { bytes += more_bytes; }
+  void wait_for_peers(uint32_t parity) { wait(parity); }
   void wait(uint32_t parity) {
     emulation::wait_until([&] { return phase % 2u != parity % 2; });
   }
