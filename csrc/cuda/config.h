@@ -194,7 +194,7 @@ inline int ring_vectors(bool aligned) { return aligned ? kRingVectors<true> : kR
 
 constexpr int kMaxStages = 4;
 constexpr int kMinStages = 3;
-constexpr int kSumSlots = 4;   // a peer can be one iteration behind in reading and another ahead in writing
+constexpr int kSumSlots = 4;  // a peer can be one iteration behind in reading and another ahead in writing
 
 // A ring block's shared memory: barriers of 8 bytes, sums, stages. Offsets and sizes in bytes.
 struct RingLayout {
@@ -241,7 +241,7 @@ inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gp
 // larger cluster where a block would have more or fewer warps; nothing where a row has no place.
 inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int vector_bytes,
                                            int residual_vector_bytes, bool aligned, const Gpu& gpu) {
-  const int enough_threads = aligned ? 384 : 256, most_threads = aligned ? 480 : ring_threads(aligned);
+  const int enough_threads = aligned ? 384 : 320, most_threads = aligned ? 480 : ring_threads(aligned);
   const int enough_bytes = aligned ? std::min(gpu.shared_bytes, 152 * 1024) : gpu.shared_bytes;
   for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
     BackwardConfig config;
@@ -259,6 +259,8 @@ inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int ve
     if (enough > 1 && enough * config.threads > most_threads && cluster < kMaxCluster) continue;
     config.teams = static_cast<int>(std::min<int64_t>(enough, div_up(rows, clusters)));  // none without a row
     while (config.teams > 1 && !fits(enough_bytes)) --config.teams;
+    // Too few warps for unaligned mixed rows, where a stage is large.
+    if (!aligned && cluster == 1 && config.teams < enough && config.teams * config.threads < 256) continue;
     return config;
   }
   return {};
