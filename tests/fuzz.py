@@ -237,6 +237,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--examples", type=int, default=20_000, help="that go through forward and backward")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which it ends in any case")
     parser.add_argument("--seed", type=int, help="of the first example; random where not given")
     parser.add_argument("--json", type=Path, help="where to write the summary")
     options = parser.parse_args()
@@ -257,7 +258,8 @@ def main() -> int:
         except Exception:
             failures.append(seed)
             print(f"\nseed {seed}: {case}\n{traceback.format_exc()}", flush=True)
-        if both + len(failures) >= options.examples or len(failures) == 20:
+        enough = both + len(failures) >= options.examples or len(failures) == 20
+        if enough or time.perf_counter() - start > options.seconds:
             break
     summary = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,

@@ -145,8 +145,12 @@ inline ForwardConfig forward_config(int64_t vectors, int64_t rows, int residual_
     config.rows_per_block = config.threads == 32 || (config.threads == 256 && many) ? 2 : 1;
     return config;
   }
-  if (aligned && widest == kPortableCluster && vectors * 16 <= int64_t{4096} * residual_vector_bytes)
-    return forward_in_registers(vectors, 2, widest);
+  if (aligned && widest == kPortableCluster && vectors * 16 <= int64_t{4096} * residual_vector_bytes) {
+    const ForwardConfig eight = forward_in_registers(vectors, 2, widest),
+                        two = forward_in_registers(vectors, 2, 2);
+    return two.threads <= kMaxThreads && 2 * two.threads < widest * eight.threads ? two
+                                                                                  : eight;  // full warps
+  }
   for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
     const int64_t slice = div_up(vectors, cluster);
     if (slice > int64_t{kSharedThreads} * kSharedVectors || gpu.clusters[log2_of(cluster)] == 0) continue;
