@@ -1,6 +1,6 @@
 """Random calls of the operators against reference.py. In test_fuzz.py hypothesis chooses them; as a program,
 
-    python tests/fuzz.py --device cuda --examples 20000 --json summary.json
+    python tests/fuzz.py --device cuda --examples 20000 --jobs 8 --json summary.json
 
 a seeded generator does, until so many have gone through forward and backward. A failure prints its seed:
 `--seed SEED --examples 1` repeats it.
@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
 import random
 import sys
 import time
@@ -233,21 +234,11 @@ def check(case: Case, arena: Arena) -> str:
 # --- The program ------------------------------------------------------------------------------------------
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--examples", type=int, default=20_000, help="that go through forward and backward")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which it ends in any case")
-    parser.add_argument("--seed", type=int, help="of the first example; random where not given")
-    parser.add_argument("--json", type=Path, help="where to write the summary")
-    options = parser.parse_args()
-
-    first = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
-    print(f"{options.examples} examples on {options.device}, seeds from {first} on", flush=True)
-    arena = Arena(options.device, ARENA_BYTES)
+def run(first: int, examples: int, device: str, deadline: float) -> tuple[Counter[str], list[int]]:
+    """What was done, how often, and the seeds that failed."""
+    arena = Arena(device, ARENA_BYTES)
     done: Counter[str] = Counter()
     both, failures = 0, []
-    start = time.perf_counter()
     for seed in itertools.count(first):
         choose = random.Random(seed).choice
         case = some_case(choose, LARGE if choose(range(50)) == 0 else SMALL)
@@ -258,17 +249,44 @@ def main() -> int:
         except Exception:
             failures.append(seed)
             print(f"\nseed {seed}: {case}\n{traceback.format_exc()}", flush=True)
-        enough = both + len(failures) >= options.examples or len(failures) == 20
-        if enough or time.perf_counter() - start > options.seconds:
-            break
+        if both + len(failures) >= examples or len(failures) == 20 or time.time() > deadline:
+            return done, failures
+    raise AssertionError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--examples", type=int, default=20_000, help="that go through forward and backward")
+    parser.add_argument("--seed", type=int, help="of the first example; random where not given")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with a part of the examples")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which it ends in any case")
+    parser.add_argument("--json", type=Path, help="where to write the summary")
+    options = parser.parse_args()
+
+    first = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    print(f"{options.examples} examples on {options.device}, seeds from {first} on", flush=True)
+    start = time.time()
+    part = math.ceil(options.examples / options.jobs)
+    arguments = (options.device, start + options.seconds)
+    if options.jobs == 1:
+        parts = [run(first, part, *arguments)]
+    else:
+        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+            # Ten seeds an example are more than are ever passed over.
+            parts = pool.starmap(
+                run, [(first + i * 10 * part, part, *arguments) for i in range(options.jobs)]
+            )
+    done = sum((done for done, _ in parts), Counter[str]())
+    failures = [seed for _, failed in parts for seed in failed]
     summary = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
         "torch": torch.__version__,
         "first_seed": first,
         "examples": done.total() + len(failures),
-        "forward_and_backward": both,
+        "forward_and_backward": sum(n for what, n in done.items() if what.endswith("forward and backward")),
         "failures": failures,
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(time.time() - start, 1),
         "done": dict(sorted(done.items())),
     }
     print(json.dumps(summary, indent=2))
