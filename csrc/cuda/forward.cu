@@ -185,11 +185,15 @@ __device__ __forceinline__ void copy_run(T* to, const T* from, int count, bool l
 #endif
 }
 
+// Resident on an SM at the least: bytes enough on their way. (Before Hopper an SM may hold but 1024 threads.)
+template <bool Aligned>
+constexpr int kSharedBlocks = !Aligned || !FUSED_HOPPER ? 2 : 3;
+
 // A row, or a cluster's part of it (its slice), by way of shared memory, into which it is copied first: few
 // registers for many bytes on their way, and any thread can reach any element. Unaligned, the results are
 // worked out in vectors that start on 16 bytes of out, and are stored whole except at the slice's ends.
 template <class T, class R, class O, class W, bool Aligned>
-__global__ void __launch_bounds__(kSharedThreads, Aligned&& FUSED_HOPPER ? 3 : 2)
+__global__ void __launch_bounds__(kSharedThreads, kSharedBlocks<Aligned>)
     forward_through_shared(const __grid_constant__ ForwardParams p,
                            const __grid_constant__ Scalars<Accumulate<T>> scalars,
                            const __grid_constant__ ForwardConfig config,
