@@ -70,7 +70,7 @@ bench-hf: $(call with,$(built),demo) $(call with,,model) ## time a Hugging Face 
 bench-install: $(call with,,torch) ## install the last commit in every way, fresh environments
 	$(PY) benchmarks/install.py $(ARGS)
 
-tune: build/tune ## time every configuration of the CUDA kernels on a shape, on a GPU
+tune: build/tune ## time the configurations of the CUDA kernels on a shape, on a GPU
 	build/tune $(ARGS)
 
 build/tune: benchmarks/tune.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh csrc/cuda/*.cu)

@@ -1,10 +1,10 @@
-// Times every configuration of the CUDA kernels on a shape beside a copy of the same bytes: where the tables
-// of csrc/cuda/config.h come from. Needs no torch: make tune ARGS="forward bf16 16384 4096".
+// Times the CUDA kernels' configurations on a shape beside a copy of the same bytes: where the bounds in
+// csrc/cuda/config.h come from. Needs no torch: make tune ARGS="forward bf16 16384 4096".
 //
 //     tune forward|backward DTYPES ROWS COLS          L2 flushed before each timed call; share of the copy
 //     tune decode|decode-backward DTYPES ROWS COLS    microseconds a call, in a CUDA graph of 20 calls
 //
-// A fifth argument: chosen leaves the search out (for a profiler), plain the dependent launch.
+// A fifth argument: chosen leaves out the search (for a profiler), plain the dependent launch.
 // DTYPES: bf16, fp16, fp32, or mixed (bf16 input under an fp32 residual and weight).
 #include <cuda_runtime.h>
 

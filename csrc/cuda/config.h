@@ -18,7 +18,7 @@ struct Gpu {
 
 constexpr int kWarpThreads = 32;
 constexpr int kMaxThreads = 1024;
-constexpr int kPortableCluster = 8;  // the largest that every sm_90 GPU schedules
+constexpr int kPortableCluster = 8;  // the largest that needs no permission
 constexpr int kMaxCluster = 16;
 constexpr int kLineBytes = 128;
 
@@ -42,7 +42,7 @@ inline int threads_of_row(int64_t vectors, int vectors_per_thread) {
 struct SumLayout {
   int warps;   // of a row, of all its blocks; those without vectors take part, so that none falls behind
   int octets;  // of chunks
-  int lanes;   // as many as there are octets, at most 32, a power of two
+  int lanes;   // octets, at most 32, rounded up to a power of two
   int slots;   // for the warps' sums: whole octets
 };
 
@@ -62,7 +62,7 @@ inline int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); 
 // Forward.
 enum class ForwardKernel {
   kRegisters,  // threads * vectors_per_thread * cluster vectors cover a row
-  kShared,     // so they do
+  kShared,     // the same, by way of shared memory
   kLoop,       // a block reads each row twice
 };
 
@@ -145,11 +145,12 @@ inline ForwardConfig forward_config(int64_t vectors, int64_t rows, int residual_
     config.rows_per_block = config.threads == 32 || (config.threads == 256 && many) ? 2 : 1;
     return config;
   }
+  // Up to 64 KiB of residual a row, the registers of eight blocks, or of two where eight would idle more
+  // lanes.
   if (aligned && widest == kPortableCluster && vectors * 16 <= int64_t{4096} * residual_vector_bytes) {
     const ForwardConfig eight = forward_in_registers(vectors, 2, widest),
                         two = forward_in_registers(vectors, 2, 2);
-    return two.threads <= kMaxThreads && 2 * two.threads < widest * eight.threads ? two
-                                                                                  : eight;  // full warps
+    return two.threads <= kMaxThreads && 2 * two.threads < widest * eight.threads ? two : eight;
   }
   for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
     const int64_t slice = div_up(vectors, cluster);
@@ -242,7 +243,7 @@ inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gp
 
 // Twelve warps with two vectors a thread and three stages each have enough bytes on their way and work them
 // off as they come; with more, the memory is slower, and more is left to do when the last ones have come. A
-// larger cluster where a block would have more or fewer warps; nothing where a row has no place.
+// larger cluster where a block would have more or fewer warps; nothing where a row does not fit.
 inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int vector_bytes,
                                            int residual_vector_bytes, bool aligned, const Gpu& gpu) {
   const int enough_threads = aligned ? 384 : 320, most_threads = aligned ? 480 : ring_threads(aligned);

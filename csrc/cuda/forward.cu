@@ -185,7 +185,7 @@ __device__ __forceinline__ void copy_run(T* to, const T* from, int count, bool l
 #endif
 }
 
-// Resident on an SM at the least: bytes enough on their way. (Before Hopper an SM may hold but 1024 threads.)
+// Resident on an SM at the least: bytes enough on their way. (sm_75 holds 1024 threads.)
 template <bool Aligned>
 constexpr int kSharedBlocks = !Aligned || !FUSED_HOPPER ? 2 : 3;
 
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocks<Aligned>)
       const int col = run_col + (v * kWarp + lane) * N;
       if (col < cols) finish(col, 0, N);
     }
-  } else {  // other elements than before
+  } else {  // by vectors of out: a thread reads what others loaded
     for (int col = thread * N - ahead; col < cols; col += threads * N) finish(col, -col, cols - col);
   }
 }

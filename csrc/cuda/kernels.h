@@ -19,7 +19,7 @@ struct Queue {
 cudaError_t launch_forward(const ForwardParams& params, const ForwardConfig& config, bool aligned,
                            const Queue& queue);
 
-// Either kernel in registers or the one that reads a row twice. grad_weight_partials: sums in the
+// The kernel in registers or the one that reads a row twice. grad_weight_partials: sums in the
 // accumulation type, [partial_rows(config, rows, gpu), cols]; null where no grad_weight is asked for, or no
 // partial rows.
 cudaError_t launch_backward(const BackwardParams& params, const BackwardConfig& config,

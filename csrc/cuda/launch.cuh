@@ -26,7 +26,7 @@ struct Launch {
 
 template <auto* kernel, class... Arguments>
 cudaError_t launch(const Launch& how, const Queue& queue, const Arguments&... arguments) {
-  // More than every kernel may have without asking.
+  // Beyond 48 KiB, or 8 blocks a cluster, a kernel needs permission, which is asked for by the bytes.
   const int wanted = std::max(how.shared_bytes, how.cluster > kPortableCluster ? kDefaultSharedBytes + 1 : 0);
   if (wanted > kDefaultSharedBytes) {
     static std::atomic<int> granted[kMaxDevices];  // asked for once: the call costs as much as a launch

@@ -3,7 +3,8 @@
 // A vector is N neighbouring elements that one thread owns, 16 bytes of the narrowest tensor. Tensors whose
 // rows start on 16 bytes are accessed in whole vectors. Others still are, at the 16-byte blocks around them:
 // a load reads the blocks its elements lie in and shifts; a store takes the first bytes of its first block
-// from the lane before it.
+// from the lane before it. Or a kernel forms vectors that start on 16 bytes of where they are stored
+// (load_part, store_part).
 #pragma once
 
 #include <cuda_bf16.h>

@@ -60,7 +60,7 @@ void check_forward(int64_t vectors, int64_t rows, int residual_vector_bytes, boo
   }
   check(v == kSharedVectors && config.rows_per_block == 1, "a kernel that is compiled");
   check(config.threads >= kWarpThreads && config.threads <= kSharedThreads, "a block that fits");
-  check(slice_layout(config, vectors, 4, 16, residual_vector_bytes).bytes <= gpu.shared_bytes,
+  check(slice_layout(config, vectors, 8, 16, residual_vector_bytes).bytes <= gpu.shared_bytes,
         "a slice that fits");
 }
 

@@ -2,7 +2,7 @@
 // fiber; the blocks of a cluster run side by side, clusters one after another. Warps fall behind each other
 // at random, and copies and stores that are asynchronous on a GPU come late, in random order. Threads that
 // wait for each other in vain abort the program. Not emulated: speed, memory order, a grid that overlaps the
-// one before.
+// one before, the code for GPUs before sm_90.
 #pragma once
 
 #include <driver_types.h>  // of the CUDA toolkit, like the next two
