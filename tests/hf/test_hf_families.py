@@ -1,5 +1,7 @@
 """Every family of the table: upstream's real classes, patched, against themselves unpatched."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -45,14 +47,24 @@ def test_inference_fuses_both_adds_of_every_layer_and_changes_nothing(layer):
 def test_training_fuses_both_adds_and_gives_every_parameter_its_gradient(layer):
     model, ids = tiny(layer).train(), tokens()
     expected = gradients(model, ids)
+    # What one rounding of the weights does to a gradient: some are differences of large sums.
+    nudged = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in nudged.parameters():
+            parameter *= 1 + 2**-24 * torch.randn(parameter.shape, generator=generator)
+    conditioned = gradients(nudged, ids)
     hf.patch(model)
     with hf.count() as fused:
         actual = gradients(model, ids)
     assert fused.adds == 2 * LAYERS
     assert actual.keys() == expected.keys()
     for name in expected:
-        error = (actual[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)
-        assert error < 2e-5, f"{name}: relative error {error:.1e}"
+        scale = expected[name].norm().clamp_min(1e-12)
+        error, noise = (
+            ((found[name] - expected[name]).norm() / scale).item() for found in (actual, conditioned)
+        )
+        assert error < 2e-5 + 2 * noise, f"{name}: relative error {error:.1e}, of one rounding {noise:.1e}"
 
 
 @every_family
