@@ -178,7 +178,7 @@ def test_a_run_survives_its_providers(tmp_path: Path) -> None:
 def write_results(path: Path, factor: float = 1.0, peer: float = 1.1) -> Results:
     """A run in which this project takes ``factor`` times the copy's time, one peer ``peer`` times ours."""
     journal = Journal(path)
-    journal.write("header", date="2026-01-01", peers={"somebody": "1.0"}, sms=132)
+    journal.write("header", date="2026-01-01", peers={"somebody": "1.0"}, absent={}, sms=132)
     for section in ("forward", "backward"):
         for case in (Case(16384, 4096), Case(4096, 16384), Case(4096, 4096)):
             bench = Bench([], journal, None, section=section, case=case)
