@@ -75,6 +75,10 @@ Queue queue_of(const at::Tensor& tensor) {
   return {gpu_of(device), device, c10::cuda::getCurrentCUDAStream(device)};
 }
 
+int vector_bytes(int64_t vector_elements, DType dtype) {
+  return static_cast<int>(vector_elements) * itemsize(dtype);
+}
+
 // Every row, and the weight, starts on 16 bytes and holds whole vectors.
 template <size_t N>
 bool is_aligned(const Shape& shape, int64_t vector_elements, const Weight& weight,
@@ -103,9 +107,9 @@ struct Cuda {
                                          {&p.residual, p.residual_dtype},
                                          {&p.out, p.out_dtype},
                                          {&p.residual_out, p.residual_dtype}}});
-    const auto config = cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
-                                             static_cast<int>(vector_elements) * itemsize(p.residual_dtype),
-                                             aligned, queue.gpu);
+    const auto config =
+        cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
+                             vector_bytes(vector_elements, p.residual_dtype), aligned, queue.gpu);
     C10_CUDA_CHECK(cuda::launch_forward(p, config, aligned, queue));
   }
 
@@ -120,12 +124,9 @@ struct Cuda {
                                          {&p.grad_input, p.input_dtype},
                                          {&p.grad_residual, p.residual_dtype}}});
     const bool ring = queue.gpu.hopper && p.input_dtype != DType::kDouble;
-    const auto vector_bytes = [&](DType dtype) {
-      return static_cast<int>(vector_elements) * itemsize(dtype);
-    };
-    const auto config = cuda::backward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
-                                              vector_bytes(p.out_dtype), vector_bytes(p.residual_dtype),
-                                              aligned, ring, queue.gpu);
+    const auto config = cuda::backward_config(
+        cuda::div_up(p.shape.cols, vector_elements), p.shape.rows, vector_bytes(vector_elements, p.out_dtype),
+        vector_bytes(vector_elements, p.residual_dtype), aligned, ring, queue.gpu);
 
     at::Tensor partials;
     const int64_t partial_rows = p.grad_weight ? cuda::partial_rows(config, p.shape.rows, queue.gpu) : 0;

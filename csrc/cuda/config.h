@@ -243,7 +243,8 @@ inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gp
 
 // Twelve warps with two vectors a thread and three stages each have enough bytes on their way and work them
 // off as they come; with more, the memory is slower, and more is left to do when the last ones have come. A
-// larger cluster where a block would have more or fewer warps; nothing where a row does not fit.
+// larger cluster where a block would have more or fewer warps; nothing where a row does not fit. Unaligned
+// rows take more registers: ten warps, four vectors a thread.
 inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int vector_bytes,
                                            int residual_vector_bytes, bool aligned, const Gpu& gpu) {
   const int enough_threads = aligned ? 384 : 320, most_threads = aligned ? 480 : ring_threads(aligned);

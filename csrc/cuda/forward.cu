@@ -44,8 +44,8 @@ __device__ __forceinline__ A sum_of_squares(const A (&h)[N]) {
 }
 
 template <class A>
-__device__ __forceinline__ A reciprocal_root(A sum_of_squares, const Scalars<A>& scalars) {
-  return rsqrt(fma(sum_of_squares, scalars.inverse_cols, scalars.eps));
+__device__ __forceinline__ A reciprocal_root(A sum, const Scalars<A>& scalars) {
+  return rsqrt(fma(sum, scalars.inverse_cols, scalars.eps));
 }
 
 // The sum over a row from its warps' sums, of all its blocks.
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocks<Aligned>)
     A h[1][N];
     Words<O, N> y[1];
     add(x_run, r_run, has_residual, p.round_sum, h);
-    if (!Aligned && has_residual) store_part<Aligned>(residual_out + col, begin, end, r_run[0]);
+    if (!Aligned && has_residual) store_part<false>(residual_out + col, begin, end, r_run[0]);
     normalize<R>(h, rstd, p.round_normalized, w, scalars.offset, y);
     store_part<Aligned>(out + col, begin, end, y[0]);
   };

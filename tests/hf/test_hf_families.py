@@ -64,7 +64,9 @@ def test_training_fuses_both_adds_and_gives_every_parameter_its_gradient(layer):
         error, noise = (
             ((found[name] - expected[name]).norm() / scale).item() for found in (actual, conditioned)
         )
-        assert error < 2e-5 + 2 * noise, f"{name}: relative error {error:.1e}, of one rounding {noise:.1e}"
+        assert error < max(2e-5, 4 * noise), (
+            f"{name}: relative error {error:.1e}, of one rounding {noise:.1e}"
+        )
 
 
 @every_family
