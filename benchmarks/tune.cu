@@ -4,7 +4,8 @@
 //     tune forward|backward DTYPES ROWS COLS          L2 flushed before each timed call; share of the copy
 //     tune decode|decode-backward DTYPES ROWS COLS    microseconds a call, in a CUDA graph of 20 calls
 //
-// A fifth argument: chosen leaves out the search (for a profiler), plain the dependent launch.
+// Further arguments: chosen leaves out the search (for a profiler), plain the dependent launch; misaligned
+// and odd-stride are layouts, as in problems.py.
 // DTYPES: bf16, fp16, fp32, or mixed (bf16 input under an fp32 residual and weight).
 #include <cuda_runtime.h>
 
@@ -101,16 +102,17 @@ struct Timer {
 struct Problem {
   DType input, residual;
   int64_t rows, cols;
+  int64_t offset = 0, stride = 0;  // of input, grad_out and grad_residual_out, in elements
 
   static int size(DType dtype) { return dtype == DType::kFloat ? 4 : 2; }
   int64_t elements() const { return rows * cols; }
   int vector_elements() const { return 16 / size(input); }
   int64_t vectors() const { return div_up(cols, vector_elements()); }
-  bool aligned() const { return cols % vector_elements() == 0; }
+  bool aligned() const { return cols % vector_elements() == 0 && stride == cols && offset == 0; }
 
   void* tensor(DType dtype) const {
     void* data;
-    check(cudaMalloc(&data, elements() * size(dtype) + 16));
+    check(cudaMalloc(&data, (rows * stride + 8) * size(dtype)));
     // Random bits of modest exponents: zeros are faster than data.
     std::vector<uint16_t> bits(elements() * size(dtype) / 2 > (1 << 24) ? 1 << 24
                                                                         : elements() * size(dtype) / 2);
@@ -121,7 +123,10 @@ struct Problem {
     }
     return data;
   }
-  Rows as_rows(void* data) const { return {data, 0, cols}; }
+  Rows arranged(DType dtype) const {
+    return {static_cast<char*>(tensor(dtype)) + offset * size(dtype), 0, stride};
+  }
+  Rows dense(DType dtype) const { return {tensor(dtype), 0, cols}; }
 };
 
 struct Result {
@@ -151,19 +156,19 @@ std::string describe(const BackwardConfig& c) {
   char text[160];
   const char* kernels[] = {"registers", "ring", "loop"};
   std::snprintf(text, sizeof text,
-                "%s threads %d vectors %d rows %d blocks/SM %d teams %d stages %d cluster %d",
+                "%s threads %d vectors %d rows %d blocks/SM %d%s teams %d stages %d cluster %d",
                 kernels[static_cast<int>(c.kernel)], c.threads, c.vectors_per_thread, c.rows_per_block,
-                c.blocks_per_sm, c.teams, c.stages, c.cluster);
+                c.blocks_per_sm, c.columns_apart ? " columns apart" : "", c.teams, c.stages, c.cluster);
   return text;
 }
 
 void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bool decode, bool search) {
   ForwardParams p;
   p.shape = {problem.rows, problem.rows, problem.cols};
-  p.input = problem.as_rows(problem.tensor(problem.input));
-  p.residual = problem.as_rows(problem.tensor(problem.residual));
-  p.out = decode ? p.input : problem.as_rows(problem.tensor(problem.input));
-  p.residual_out = decode ? p.residual : problem.as_rows(problem.tensor(problem.residual));
+  p.input = problem.arranged(problem.input);
+  p.residual = problem.dense(problem.residual);
+  p.out = decode ? p.input : problem.dense(problem.input);
+  p.residual_out = decode ? p.residual : problem.dense(problem.residual);
   void* weight;
   check(cudaMalloc(&weight, problem.cols * 4));
   check(cudaMemset(weight, 0x3f, problem.cols * 4));
@@ -186,7 +191,8 @@ void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bo
   std::printf("copy %.2f us (%.2f TB/s)\n", copy, 2.0 * bytes / copy / 1e6);
 
   const auto time = [&](const ForwardConfig& config) {
-    const auto call = [&] { return launch_forward(p, config, problem.aligned(), {gpu, 0, timer.stream}); };
+    const auto launch = config.kernel == ForwardKernel::kShared ? launch_forward_shared : launch_forward;
+    const auto call = [&] { return launch(p, config, problem.aligned(), {gpu, 0, timer.stream}); };
     return decode ? timer.in_graph(call) : timer.cold(call);
   };
   std::vector<Result> results;
@@ -198,13 +204,13 @@ void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bo
     if (gpu.clusters[log2_of(cluster)] == 0) continue;
     const ForwardConfig shared = forward_through_shared(problem.vectors(), cluster);
     if (shared.threads <= kSharedThreads && shared.threads >= kWarpThreads) try_config(shared);
-    for (int vectors : {1, 2}) {
+    for (int vectors : {1, 2, 4}) {
       for (int rows : {1, 2, 4, 8, 16, 32}) {
         ForwardConfig config = forward_in_registers(problem.vectors(), vectors, cluster);
         config.rows_per_block = rows;
         const int threads = config.threads * rows;
-        if (threads > kMaxThreads || threads % kWarpThreads || (rows > 1 && cluster > 1) ||
-            (vectors == 2 && !problem.aligned()))
+        if (threads > forward_threads(vectors) || threads % kWarpThreads || (rows > 1 && cluster > 1) ||
+            (vectors > 1 && !problem.aligned()))
           continue;  // no such kernel
         try_config(config);
       }
@@ -220,12 +226,12 @@ void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bo
 void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, bool decode, bool search) {
   BackwardParams p;
   p.shape = {problem.rows, problem.rows, problem.cols};
-  p.grad_out = problem.as_rows(problem.tensor(problem.input));
-  p.residual_out = problem.as_rows(problem.tensor(problem.residual));
-  p.grad_residual_out = problem.as_rows(problem.tensor(problem.residual));
-  p.grad_input = problem.as_rows(problem.tensor(problem.input));
+  p.grad_out = problem.arranged(problem.input);
+  p.residual_out = problem.dense(problem.residual);
+  p.grad_residual_out = problem.arranged(problem.residual);
+  p.grad_input = problem.dense(problem.input);
   const bool mixed = problem.input != problem.residual;
-  if (mixed) p.grad_residual = problem.as_rows(problem.tensor(problem.residual));
+  if (mixed) p.grad_residual = problem.dense(problem.residual);
   void *weight, *rstd, *grad_weight, *partials;
   check(cudaMalloc(&weight, problem.cols * 4));
   check(cudaMemset(weight, 0x3f, problem.cols * 4));
@@ -281,7 +287,7 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
   for (int vectors : {1, 2, 4}) {
     BackwardConfig config;
     config.vectors_per_thread = vectors;
-    if (vectors == ring_vectors(problem.aligned()))
+    if (vectors == ring_vectors(problem.aligned(), residual_vector_bytes))
       for (int cluster : {1, 2, 4, 8, 16}) {
         if (gpu.clusters[log2_of(cluster)] == 0) continue;
         config.kernel = BackwardKernel::kRing;
@@ -305,11 +311,15 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
     config.kernel = BackwardKernel::kRegisters;
     config.vectors_per_thread = vectors;
     config.threads = threads_of_row(problem.vectors(), vectors);
-    for (int rows : {1, 2, 4, 8}) {
-      for (int blocks : {1, 2, 3, 4}) {
-        config.rows_per_block = rows;
-        config.blocks_per_sm = blocks;
-        if (config.threads * rows <= 256 && config.threads * rows >= 64) try_config(config);
+    for (const bool columns_apart : {false, true}) {
+      for (int rows : {1, 2, 4, 8}) {
+        for (int blocks : {1, 2, 3, 4}) {
+          config.rows_per_block = rows;
+          config.blocks_per_sm = blocks;
+          config.columns_apart = columns_apart;
+          if (config.threads * rows <= backward_threads(vectors) && config.threads * rows >= 64)
+            try_config(config);
+        }
       }
     }
   }
@@ -326,18 +336,23 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 5 && count != 6) {
+  if (count < 5) {
     std::fprintf(stderr,
                  "usage: tune forward|backward|decode|decode-backward bf16|fp16|fp32|mixed ROWS COLS "
-                 "[chosen|plain]\n");
+                 "[chosen] [plain] [misaligned|odd-stride]\n");
     return 2;
   }
+  const auto given = [&](const char* option) {
+    return std::find(arguments + 5, arguments + count, std::string(option)) != arguments + count;
+  };
   const std::string what = arguments[1], dtypes = arguments[2];
   Problem problem;
   problem.input = dtypes == "fp32" ? DType::kFloat : dtypes == "fp16" ? DType::kHalf : DType::kBFloat16;
   problem.residual = dtypes == "mixed" ? DType::kFloat : problem.input;
   problem.rows = std::atoll(arguments[3]);
   problem.cols = std::atoll(arguments[4]);
+  problem.offset = given("misaligned");
+  problem.stride = problem.cols + given("odd-stride");
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, 0));
   Gpu gpu{properties.multiProcessorCount,
@@ -352,12 +367,12 @@ int main(int count, char** arguments) {
   }
   std::printf("resident clusters of 1, 2, 4, 8, 16: %d %d %d %d %d\n", gpu.clusters[0], gpu.clusters[1],
               gpu.clusters[2], gpu.clusters[3], gpu.clusters[4]);
-  std::printf("== %s %s %lld x %lld\n", what.c_str(), dtypes.c_str(), static_cast<long long>(problem.rows),
-              static_cast<long long>(problem.cols));
+  std::printf("==");
+  for (int i = 1; i < count; ++i) std::printf(" %s", arguments[i]);
+  std::printf("\n");
   const Timer timer;
-  const std::string mode = count == 6 ? arguments[5] : "";
-  const bool search = mode != "chosen";
-  if (mode == "plain") gpu.dependent = false;
+  const bool search = !given("chosen");
+  if (given("plain")) gpu.dependent = false;
   if (what == "backward" || what == "decode-backward") {
     tune_backward(problem, gpu, timer, what == "decode-backward", search);
   } else {

@@ -110,7 +110,9 @@ struct Cuda {
     const auto config =
         cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
                              vector_bytes(vector_elements, p.residual_dtype), aligned, queue.gpu);
-    C10_CUDA_CHECK(cuda::launch_forward(p, config, aligned, queue));
+    C10_CUDA_CHECK(config.kernel == cuda::ForwardKernel::kShared
+                       ? cuda::launch_forward_shared(p, config, aligned, queue)
+                       : cuda::launch_forward(p, config, aligned, queue));
   }
 
   static void backward(const BackwardParams& p, const at::Tensor& residual_out) {

@@ -37,13 +37,36 @@ __device__ __forceinline__ void store_partial(A* partials, int remaining, const 
   }
 }
 
-// A row in the registers of a block's `threads` threads.
+// grad_weight of 32 vectors' columns over all the rows, of which each warp takes some.
+template <class T, class R, class O, bool Aligned>
+__device__ __forceinline__ void add_rows(const BackwardParams& p, int first_col, unsigned char* shared) {
+  using A = Accumulate<T>;
+  constexpr int N = kVectorElements<T>, kCols = kWarp * N;
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, lane = thread % kWarp, warp = thread / kWarp,
+            warps = blockDim.x * blockDim.y / kWarp;
+  const int cols = min(kCols, static_cast<int>(p.shape.cols) - first_col), remaining = cols - lane * N;
+  A grad_weight[1][N] = {};
+#pragma unroll 4
+  for (int64_t row = warp; row < p.shape.rows; row += warps) {
+    const BackwardRow<T, R, O> at(p, RowIndex(p.shape, row), first_col + lane * N);
+    A dy[N], h[N];
+    unpack(load<Aligned, O, N>(at.grad_out, remaining), dy);
+    unpack(load<Aligned, R, N>(at.residual_out, remaining), h);
+    add_weight_gradient(grad_weight[0], dy, h, static_cast<const A*>(p.rstd)[row]);
+  }
+  add_teams<1>(p, static_cast<A*>(nullptr), first_col, cols, grad_weight, shared, warp, warps, kCols,
+               lane * N);
+}
+
+// A row in the registers of a block's `threads` threads. Where rows are few, blocks of their own form
+// grad_weight, which spares the partial sums and the kernel that adds them up.
 template <class T, class R, class O, class W, int V, bool Aligned>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(backward_threads(V))
     backward_in_registers(const __grid_constant__ BackwardParams p,
                           const __grid_constant__ Scalars<Accumulate<T>> scalars,
                           const __grid_constant__ BackwardConfig config,
-                          const __grid_constant__ SumLayout layout, Accumulate<T>* partials) {
+                          const __grid_constant__ SumLayout layout, int column_blocks,
+                          Accumulate<T>* partials) {
   using A = Accumulate<T>;
   constexpr int N = kVectorElements<T>;
   FUSED_DYNAMIC_SHARED(shared);
@@ -54,7 +77,8 @@ __global__ void __launch_bounds__(256)
   const int cols = static_cast<int>(p.shape.cols), first_col = (warp * V * kWarp + thread % kWarp) * N;
   const bool has_dh = p.grad_residual_out.data != nullptr;
   const bool wants_dx = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
-  const bool has_weight = p.weight.data != nullptr, wants_weight = p.grad_weight != nullptr;
+  const bool has_weight = p.weight.data != nullptr;
+  const bool wants_weight = p.grad_weight != nullptr && !config.columns_apart;
   const W* weight = static_cast<const W*>(p.weight.data) + first_col;
 
   // Two rows' sums: a warp may write the next row's while another still reads this row's.
@@ -64,7 +88,8 @@ __global__ void __launch_bounds__(256)
     clear_absent_sums(both_sums + layout.slots, layout, thread);
   }
 
-  const int64_t step = static_cast<int64_t>(gridDim.x) * config.rows_per_block;
+  const unsigned row_blocks = gridDim.x - column_blocks;
+  const int64_t step = static_cast<int64_t>(row_blocks) * config.rows_per_block;
   int64_t row = static_cast<int64_t>(blockIdx.x) * config.rows_per_block + threadIdx.y;
   BackwardRow<T, R, O> at(p, RowIndex(p.shape, row), first_col);
   finish_before_waiting(at.grad_out, at.residual_out, at.grad_residual_out, at.grad_input, at.grad_residual,
@@ -72,6 +97,10 @@ __global__ void __launch_bounds__(256)
 
   launch_dependents();
   wait_for_predecessor();
+  if (blockIdx.x >= row_blocks) {
+    add_rows<T, R, O, Aligned>(p, (blockIdx.x - row_blocks) * kWarp * N, shared);
+    return;
+  }
 
   Words<W, N> w[V];
   load_run<Aligned>(weight, has_weight ? cols - first_col : 0, w);
@@ -139,7 +168,7 @@ __global__ void __launch_bounds__(256)
 
   if (!wants_weight) return;
   if (partials != nullptr) partials += static_cast<int64_t>(blockIdx.x) * cols;
-  add_teams(p, partials, 0, cols, grad_weight, shared, threads * V * N, first_col);
+  add_teams(p, partials, 0, cols, grad_weight, shared, threadIdx.y, blockDim.y, threads * V * N, first_col);
 }
 
 // A row of any length, read twice; the partial sums of grad_weight are in global memory, each element owned
@@ -264,13 +293,24 @@ cudaError_t launch_as(const BackwardParams& p, const BackwardConfig& config, voi
   if (config.kernel == BackwardKernel::kLoop)
     return launch<backward_in_a_loop<T, R, O, W, Aligned>>(how, queue, p, scalars, partials);
 
-  const SumLayout layout = sum_layout(div_up(p.shape.cols, kVectorElements<T>), v, config.threads);
-  const int sums = 2 * config.rows_per_block * layout.slots;
-  const int grad_weight = p.grad_weight ? config.rows_per_block * config.threads * v * kVectorElements<T> : 0;
-  how.shared_bytes = std::max(sums, grad_weight) * static_cast<int>(sizeof(A));
+  constexpr int N = kVectorElements<T>;
+  const SumLayout layout = sum_layout(div_up(p.shape.cols, N), v, config.threads);
+  const bool wants_dx = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
+  int column_blocks = 0;
+  how.shared_bytes = 2 * config.rows_per_block * layout.slots * static_cast<int>(sizeof(A));
+  if (p.grad_weight != nullptr) {
+    int teams = config.rows_per_block, slice = config.threads * v * N;
+    if (config.columns_apart) {
+      column_blocks = static_cast<int>(div_up(p.shape.cols, kWarp * N));
+      how.blocks = (wants_dx ? how.blocks : 0) + column_blocks;
+      teams = config.threads * config.rows_per_block / kWarp;
+      slice = kWarp * N;
+    }
+    how.shared_bytes = std::max(how.shared_bytes, teams * slice * static_cast<int>(sizeof(A)));
+  }
   const auto launch_with = [&](auto vectors) {
     constexpr auto kernel = backward_in_registers<T, R, O, W, decltype(vectors)::value, Aligned>;
-    return launch<kernel>(how, queue, p, scalars, config, layout, partials);
+    return launch<kernel>(how, queue, p, scalars, config, layout, column_blocks, partials);
   };
   if (v == 1) return launch_with(Constant<1>());
   if (v == 2) return launch_with(Constant<2>());

@@ -73,26 +73,26 @@ __device__ __forceinline__ void with_grad_weight(const BackwardParams& p, F f) {
 // col_of_slice on. `shared`: teams * slice sums, in memory that nobody uses any more.
 template <int V, int N, class A>
 __device__ __forceinline__ void add_teams(const BackwardParams& p, A* partials, int slice_col, int slice_cols,
-                                          const A (&grad_weight)[V][N], unsigned char* shared, int slice,
-                                          int col_of_slice) {
+                                          const A (&grad_weight)[V][N], unsigned char* shared, int team,
+                                          int teams, int slice, int col_of_slice) {
   constexpr int K = kVectorElements<A>;
   A* sums = reinterpret_cast<A*>(shared);
   __syncthreads();
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     const Words<A, N> words = pack<A, N>(grad_weight[v]);
-    char* at = reinterpret_cast<char*>(sums + threadIdx.y * slice + col_of_slice + v * kWarp * N);
+    char* at = reinterpret_cast<char*>(sums + team * slice + col_of_slice + v * kWarp * N);
 #pragma unroll
     for (int i = 0; i < Words<A, N>::kCount; i += kBlockWords) store_block(at + 4 * i, words.word + i);
   }
   __syncthreads();
   const auto store = [&](auto* to) {
-    const int teams = blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    for (int col = thread * K; col < slice_cols; col += blockDim.x * teams * K) {
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    for (int col = thread * K; col < slice_cols; col += blockDim.x * blockDim.y * K) {
       A sum[K], part[K];
       unpack(load_part<true, A, K>(sums + col, 0, K), sum);
-      for (int team = 1; team < teams; ++team) {
-        unpack(load_part<true, A, K>(sums + team * slice + col, 0, K), part);
+      for (int other = 1; other < teams; ++other) {
+        unpack(load_part<true, A, K>(sums + other * slice + col, 0, K), part);
 #pragma unroll
         for (int i = 0; i < K; ++i) sum[i] += part[i];
       }

@@ -19,19 +19,22 @@ namespace {
 
 constexpr int kWantsGradInput = 1, kWantsGradWeight = 2;
 
+template <class T, class R, bool Aligned>
+constexpr int kRingVectors = ring_vectors(Aligned, kVectorElements<T> * sizeof(R));
+
 // Wants: kWantsGradInput (grad_input and, under an fp32 residual, grad_residual), kWantsGradWeight. What the
 // shape decides is settled before the loop over rows: within it, what lies beyond the row's end is computed
 // like the rest, on whatever shared memory holds, and left out of the sum and of the stores, so that the
 // vectors' loads and arithmetic interleave.
 template <class T, class R, class O, class W, int Wants, bool Aligned>
-__global__ void __launch_bounds__(kRingThreads<Aligned>)
+__global__ void __launch_bounds__(ring_threads(Aligned))
     backward_in_a_ring(const __grid_constant__ BackwardParams p,
                        const __grid_constant__ Scalars<float> scalars,
                        const __grid_constant__ BackwardConfig config,
                        const __grid_constant__ SumLayout sum_layout,
                        const __grid_constant__ RingLayout layout, float* partials) {
 #if FUSED_HOPPER  // older GPUs get an empty kernel, which is never launched
-  constexpr int N = kVectorElements<T>, V = kRingVectors<Aligned>, kRun = V * kWarp * N;
+  constexpr int N = kVectorElements<T>, V = kRingVectors<T, R, Aligned>, kRun = V * kWarp * N;
   constexpr bool kWantsInput = Wants & kWantsGradInput, kWantsWeight = Wants & kWantsGradWeight;
   FUSED_DYNAMIC_SHARED(shared);
 
@@ -109,7 +112,7 @@ __global__ void __launch_bounds__(kRingThreads<Aligned>)
   int stage = 0, phase = 0;  // of this iteration
   float rstd = 0;
   const unsigned char* previous = nullptr;
-  for (int i = -stages;; ++i) {
+  for (int i = 1 - stages;; ++i) {
     const unsigned char* at = ring + stage * layout.stage_bytes;
     const int64_t row = first_row + i * step;
     if (i > 0 && row - step >= rows) break;
@@ -201,9 +204,9 @@ __global__ void __launch_bounds__(kRingThreads<Aligned>)
 
     // This iteration's sums are written, and the stage before has been read: it is filled again.
     if (i >= 0) team_barrier(team, threads);
-    const int64_t row_ahead = row + (i < 0 ? stages : stages - 1) * step;
-    if (threadIdx.x < kWarp && i != 0 && row_ahead < rows) {
-      fill(row_ahead, i < 0 ? i + stages : stage == 0 ? stages - 1 : stage - 1);
+    const int64_t row_ahead = row + (stages - 1) * step;
+    if (threadIdx.x < kWarp && row_ahead < rows) {
+      fill(row_ahead, i < 0 ? i + stages - 1 : stage == 0 ? stages - 1 : stage - 1);
     }
     if (i == -1) {  // the first rows are on their way
       const W* weight = static_cast<const W*>(p.weight.data) + slice_col + col_of_slice;
@@ -225,7 +228,8 @@ __global__ void __launch_bounds__(kRingThreads<Aligned>)
 
   if constexpr (kWantsWeight) {  // the ring is empty
     if (partials != nullptr) partials += static_cast<int64_t>(divide(blockIdx.x, cluster)) * cols;
-    add_teams(p, partials, slice_col, slice_cols, grad_weight, shared + layout.ring, slice, col_of_slice);
+    add_teams(p, partials, slice_col, slice_cols, grad_weight, shared + layout.ring, team, config.teams,
+              slice, col_of_slice);
   }
 #endif
 }
@@ -272,7 +276,7 @@ cudaError_t resident_clusters(int cluster, int shared_bytes, int* count) {
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(cluster);
-  config.blockDim = dim3(kRingThreads<true>);
+  config.blockDim = dim3(ring_threads(true));
   config.dynamicSmemBytes = shared_bytes;
   config.attrs = &attribute;
   config.numAttrs = 1;

@@ -69,10 +69,15 @@ enum class ForwardKernel {
 struct ForwardConfig {
   ForwardKernel kernel = ForwardKernel::kLoop;
   int threads = kMaxThreads;   // a row and block: a power of two up to 32, or a multiple of 32
-  int vectors_per_thread = 0;  // 1 or 2 in registers, else kSharedVectors
+  int vectors_per_thread = 0;  // 1, 2 or 4 in registers, else kSharedVectors
   int rows_per_block = 1;      // kRegisters
   int cluster = 1;             // blocks a row (Hopper)
 };
+
+// A block of kRegisters, by vectors a thread: its threads at most, and how many such blocks an SM's registers
+// hold at the least.
+constexpr int forward_threads(int vectors) { return vectors == 4 ? 256 : kMaxThreads; }
+constexpr int forward_blocks_per_sm(int vectors) { return vectors == 4 ? 3 : 1; }
 
 constexpr int kSharedThreads = 512;  // at most in a block
 constexpr int kSharedVectors = 4;    // a thread
@@ -139,6 +144,10 @@ inline ForwardConfig forward_config(int64_t vectors, int64_t rows, int residual_
   }
   if (widest > 1 && rows <= gpu.sms / 2 && vectors <= int64_t{2} * kMaxThreads * v)
     return forward_in_registers(vectors, v, 2);
+  // A launch of a few waves ends sooner with fewer threads a row.
+  if (aligned && residual_vector_bytes == 16 && rows * vectors <= int64_t{16384} * gpu.sms &&
+      (vectors == 512 || (vectors == 1024 && widest > 1)))
+    return forward_in_registers(vectors, 4, static_cast<int>(vectors / 512));
   if (aligned && vectors <= 1024) {
     ForwardConfig config = forward_in_registers(vectors, 2);
     const bool many = rows >= 64 * gpu.sms;
@@ -182,20 +191,21 @@ struct BackwardConfig {
   int vectors_per_thread = 0;  // 1, 2 or 4
   int rows_per_block = 1;      // kRegisters
   int blocks_per_sm = 1;       // kRegisters
+  bool columns_apart = false;  // kRegisters: grad_weight by blocks of its own, without partial sums
   int teams = 1;               // kRing: groups of threads with rows and stages of their own
   int stages = 0;              // kRing: a team's
   int cluster = 1;             // kRing: blocks a row
 };
 
-// A ring's threads in a block, at most, and vectors a thread: unaligned, a run's shifts and ends cost less in
-// a longer one.
-template <bool Aligned>
-constexpr int kRingThreads = Aligned ? 512 : 384;
-template <bool Aligned>
-constexpr int kRingVectors = Aligned ? 2 : 4;
+// A block's threads at most, of kRegisters, by vectors a thread.
+constexpr int backward_threads(int vectors) { return vectors == 4 ? 256 : 512; }
 
-inline int ring_threads(bool aligned) { return aligned ? kRingThreads<true> : kRingThreads<false>; }
-inline int ring_vectors(bool aligned) { return aligned ? kRingVectors<true> : kRingVectors<false>; }
+// A ring's threads in a block, at most, and vectors a thread: unaligned, a run's shifts and ends cost less in
+// a longer one, as far as the registers hold it.
+constexpr int ring_threads(bool aligned) { return aligned ? 512 : 384; }
+constexpr int ring_vectors(bool aligned, int residual_vector_bytes) {
+  return aligned || residual_vector_bytes > 16 ? 2 : 4;
+}
 
 constexpr int kMaxStages = 4;
 constexpr int kMinStages = 3;
@@ -226,7 +236,7 @@ inline RingLayout ring_layout(const BackwardConfig& config, int64_t vectors, int
   return layout;
 }
 
-// Blocks of the launch.
+// Blocks that rows are dealt out to.
 inline int64_t backward_blocks(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
   if (config.kernel == BackwardKernel::kRing) {
     return workers(div_up(rows, config.teams), gpu.clusters[log2_of(config.cluster)]) * config.cluster;
@@ -234,10 +244,11 @@ inline int64_t backward_blocks(const BackwardConfig& config, int64_t rows, const
   return workers(div_up(rows, config.rows_per_block), int64_t{gpu.sms} * config.blocks_per_sm);
 }
 
-// Rows of grad_weight's partial sums that the launch writes. None where one block, or one cluster, has all
-// the rows and writes grad_weight itself.
+// Rows of grad_weight's partial sums that the launch writes. None where a block, or a cluster, has all the
+// rows of its columns and writes grad_weight itself.
 inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
   const int64_t parts = backward_blocks(config, rows, gpu) / config.cluster;
+  if (config.columns_apart) return 0;
   return parts == 1 && config.kernel != BackwardKernel::kLoop ? 0 : parts;
 }
 
@@ -252,7 +263,7 @@ inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int ve
   for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
     BackwardConfig config;
     config.kernel = BackwardKernel::kRing;
-    config.vectors_per_thread = ring_vectors(aligned);
+    config.vectors_per_thread = ring_vectors(aligned, residual_vector_bytes);
     config.stages = kMinStages;
     config.cluster = cluster;
     config.threads = threads_of_row(div_up(vectors, cluster), config.vectors_per_thread);
@@ -263,7 +274,8 @@ inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int ve
     if (config.threads > ring_threads(aligned) || clusters == 0 || !fits(gpu.shared_bytes)) continue;
     const int enough = static_cast<int>(div_up(enough_threads, config.threads));
     if (enough > 1 && enough * config.threads > most_threads && cluster < kMaxCluster) continue;
-    config.teams = static_cast<int>(std::min<int64_t>(enough, div_up(rows, clusters)));  // none without a row
+    const int most = std::min(enough, ring_threads(aligned) / config.threads);
+    config.teams = static_cast<int>(std::min<int64_t>(most, div_up(rows, clusters)));  // none without a row
     while (config.teams > 1 && !fits(enough_bytes)) --config.teams;
     // Too few warps for unaligned mixed rows, where a stage is large.
     if (!aligned && cluster == 1 && config.teams < enough && config.teams * config.threads < 256) continue;
@@ -285,11 +297,11 @@ inline BackwardConfig backward_config(int64_t vectors, int64_t rows, int vector_
   BackwardConfig config;
   if (vectors > 1024) return config;
   config.kernel = BackwardKernel::kRegisters;
-  const int threads = few ? 256 : kWarpThreads;  // more where latency counts
+  config.columns_apart = few;
+  const int threads = few ? 512 : kWarpThreads;  // more where latency counts
   config.vectors_per_thread = vectors <= threads ? 1 : vectors <= 2 * threads ? 2 : 4;
   config.threads = threads_of_row(vectors, config.vectors_per_thread);
-  config.rows_per_block =
-      few && config.threads >= kWarpThreads ? 1 : std::max(1, (some ? 256 : 128) / config.threads);
+  config.rows_per_block = std::max(1, (some ? 256 : 128) / config.threads);
   config.blocks_per_sm = std::max(1, (some ? 256 : 512) / (config.threads * config.rows_per_block));
   return config;
 }

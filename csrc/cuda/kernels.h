@@ -15,9 +15,12 @@ struct Queue {
   cudaStream_t stream;
 };
 
-// aligned, here and below: every row of every tensor starts on 16 bytes and holds a whole number of vectors.
+// The kernels in registers or the one that reads a row twice. aligned, here and below: every row of every
+// tensor starts on 16 bytes and holds a whole number of vectors.
 cudaError_t launch_forward(const ForwardParams& params, const ForwardConfig& config, bool aligned,
                            const Queue& queue);
+cudaError_t launch_forward_shared(const ForwardParams& params, const ForwardConfig& config, bool aligned,
+                                  const Queue& queue);
 
 // The kernel in registers or the one that reads a row twice. grad_weight_partials: sums in the
 // accumulation type, [partial_rows(config, rows, gpu), cols]; null where no grad_weight is asked for, or no

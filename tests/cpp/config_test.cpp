@@ -53,8 +53,9 @@ void check_forward(int64_t vectors, int64_t rows, int residual_vector_bytes, boo
   check(gpu.clusters[log2_of(config.cluster)] > 0, "clusters that are scheduled");
   check_sums(sum_layout(vectors, v, config.threads * config.cluster), vectors, v);
   if (config.kernel == ForwardKernel::kRegisters) {
-    check(v == 1 || (v == 2 && aligned), "a kernel that is compiled");
-    check(config.threads * config.rows_per_block <= kMaxThreads, "a block that fits");
+    check(v == 1 || (v == 2 && aligned) || (v == 4 && aligned && residual_vector_bytes == 16),
+          "a kernel that is compiled");
+    check(config.threads * config.rows_per_block <= forward_threads(v), "a block that fits");
     check(config.threads >= kWarpThreads || v == 1, "one vector a thread where rows share a warp");
     return;
   }
@@ -72,7 +73,8 @@ void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residua
   const int64_t blocks = backward_blocks(config, rows, gpu);
   check(blocks >= 1 && blocks % config.cluster == 0, "whole clusters");
   const int64_t partials = partial_rows(config, rows, gpu);
-  check(partials == blocks / config.cluster || (partials == 0 && blocks == config.cluster),
+  check(partials == blocks / config.cluster ||
+            (partials == 0 && (blocks == config.cluster || config.columns_apart)),
         "a row of partial sums a cluster");
   if (config.kernel == BackwardKernel::kLoop)
     return check(vectors > 1024, "rows this short to be held in registers");
@@ -81,13 +83,12 @@ void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residua
   check(config.threads >= kWarpThreads || v == 1, "one vector a thread where rows share a warp");
   check_sums(sum_layout(vectors, v, config.threads * config.cluster), vectors, v);
   if (config.kernel == BackwardKernel::kRegisters) {
-    check(config.threads * config.rows_per_block <= 256 &&
-              config.threads * config.rows_per_block % kWarpThreads == 0,
-          "a block that fits");
+    const int threads = config.threads * config.rows_per_block;
+    check(threads <= backward_threads(v) && threads % kWarpThreads == 0, "a block that fits");
     return;
   }
   check(ring && gpu.hopper, "a ring only where it can be used");
-  check(v == ring_vectors(aligned), "a kernel that is compiled");
+  check(v == ring_vectors(aligned, residual_vector_bytes), "a kernel that is compiled");
   check(config.stages >= kMinStages && config.stages <= kMaxStages, "stages enough to make progress");
   check(config.threads >= kWarpThreads && config.threads * config.teams <= ring_threads(aligned),
         "a block that fits");
@@ -111,8 +112,9 @@ int main() {
             for (const int residual_vector_bytes : {16, 32})
               check_forward(vectors, rows, residual_vector_bytes, aligned, gpu);
           }
-          for (const int64_t rows : {1, 1000}) check_backward(vectors, rows, 0, 0, aligned, false, gpu);
         }
+        for (const Gpu& gpu : {kHopper, kWorkstation, kPart, kTuring})
+          for (const int64_t rows : {1, 1000}) check_backward(vectors, rows, 0, 0, aligned, false, gpu);
         for (const int residual_vector_bytes :
              {16, 32}) {  // a 16-bit input's vector under its own dtype, and under fp32
           for (const int64_t rows : {1, 64, 200, 1000000}) {
