@@ -82,6 +82,8 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocks<Aligned>)
   filled->wait(0);
   if (!Aligned && thread / kWarp + 1 < threads / kWarp) filled[1].wait(0);  // has the end of this warp's run
 
+  // residual_out is stored where its vectors start on 16 bytes: now, or with those of out.
+  const bool store_sum_first = Aligned || misalignment(at.residual_out) == 0;
   A squares[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
@@ -98,7 +100,9 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocks<Aligned>)
       for (int i = 0; i < N; ++i) h[0][i] = i < left ? h[0][i] : A(0);
     }
     squares[v] = sum_of_squares(h[0]);
-    if (Aligned && has_residual) store_part<true>(at.residual_out + col, 0, N, r_run[0]);
+    if (store_sum_first && has_residual) {
+      store_part<true>(at.residual_out + col, 0, Aligned ? N : left, r_run[0]);
+    }
   }
   const int warp = (rank * threads + thread) / kWarp;  // of the row
   const A total =
@@ -125,7 +129,7 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocks<Aligned>)
     A h[1][N];
     Words<O, N> y[1];
     add(x_run, r_run, has_residual, p.round_sum, h);
-    if (!Aligned && has_residual) store_part<false>(at.residual_out + col, begin, end, r_run[0]);
+    if (!store_sum_first && has_residual) store_part<false>(at.residual_out + col, begin, end, r_run[0]);
     normalize<R>(h, rstd, p.round_normalized, w, scalars.offset, y);
     store_part<Aligned>(at.out + col, begin, end, y[0]);
   };
