@@ -9,6 +9,7 @@ from hf_zoo import LAYERS, assert_same, gradients, tiny, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from fused_add_rms_norm import hf
+from fused_add_rms_norm.hf.modules import fits
 
 ALL = 2 * LAYERS
 
@@ -392,9 +393,9 @@ def test_a_norm_whose_weight_is_elsewhere_is_not_fused():
     """Where accelerate moves a norm's input to its weight's device, in a hook."""
     model = tiny()
     hf.patch(model)
-    x = torch.randn(3, 64)
-    assert model.model.norm._fits(x, x, model.model.norm.weight)
-    assert not model.model.norm._fits(x, x, model.model.norm.weight.to("meta"))
+    x, norm = torch.randn(3, 64), model.model.norm
+    assert fits(x, x, norm.weight, norm.contract)
+    assert not fits(x, x, norm.weight.to("meta"), norm.contract)
 
 
 def test_an_fp64_model_runs_as_upstream():

@@ -17,17 +17,25 @@ from .loop import Loop
 from .stream import Stream, plain
 
 
-class Swapped(nn.Module):
-    """Base of the subclasses. They keep upstream's name, for printing, FSDP policies and device maps."""
+class Swapped:
+    """Marks the subclasses. They keep upstream's name, for printing, FSDP policies and device maps.
+
+    What they do differently is in the one class that ``_subclass`` makes, before upstream's, and what that
+    needs to know is in closures: torch.compile guards every class and attribute that it looks at on the way,
+    again for each module of a model, and a compiled decode step waits for the guards.
+    """
+
+    __slots__ = ()
 
     # How the class was made, upstream's class first among the arguments: for pickle, deepcopy and unpatch.
     recipe: ClassVar[tuple[Callable[..., type], tuple[Any, ...]]]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if "recipe" not in vars(type(self)):  # someone's subclass of ours, FSDP2's say
-            return super().__reduce_ex__(protocol)
-        reduced: Any = super().__reduce_ex__(protocol)
-        return _new, self.recipe, *reduced[2:]
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    reduced: Any = object.__reduce_ex__(self, protocol)
+    if "recipe" not in vars(type(self)):  # someone's subclass of ours, FSDP2's say
+        return reduced
+    return _new, self.recipe, *reduced[2:]
 
 
 def _new(make_class: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -36,12 +44,13 @@ def _new(make_class: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def _subclass(
-    mixin: type, make_class: Callable[..., type], arguments: tuple[Any, ...], **members: Any
+    mark: type, make_class: Callable[..., type], arguments: tuple[Any, ...], **members: Any
 ) -> type:
     upstream = arguments[0]
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(upstream, name)
-    return type(upstream.__name__, (mixin, upstream), {"recipe": (make_class, arguments), **members})
+    members |= {"recipe": (make_class, arguments), "__reduce_ex__": _reduce}
+    return type(upstream.__name__, (upstream, mark), members)
 
 
 def upstream_class(module: nn.Module) -> type[nn.Module]:
@@ -72,48 +81,62 @@ class FusedNorm(Swapped):
     It does so in ``__call__``, before ``forward`` and any hook: those only ever see tensors.
     """
 
+    __slots__ = ()
     contract: ClassVar[Contract]
-    options: ClassVar[dict[str, Any]]  # of the op, less its defaults: each costs half a microsecond a call
 
-    def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+
+@functools.cache
+def norm_class(upstream: Any, contract: Contract) -> type:
+    # Of the op, less its defaults: each costs half a microsecond a call.
+    options: dict[str, Any] = {"casting_mode": contract.casting_mode}
+    if contract.offset:
+        options["offset"] = contract.offset
+
+    def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and observers.of_norm(self) is None:
-            out = self._fused(hidden_states)
+            out = _fused(self, hidden_states, contract, options)
             if out is not None:
                 return out
-        return super().__call__(plain(hidden_states), *args, **kwargs)
+        return upstream.__call__(self, plain(hidden_states), *args, **kwargs)
 
-    def _fused(self, hidden_states: Tensor | Stream) -> Tensor | None:
-        weight, eps = getattr(self, "weight", None), getattr(self, self.contract.eps_name)
-        if isinstance(hidden_states, Stream):
-            base, branch = hidden_states.base, hidden_states.branch
-            if branch is not None and self._fits(branch, base, weight):
-                options = self.options
-                if branch.dtype != base.dtype:  # under autocast: a bf16 branch joins an fp32 stream
-                    options = {**options, "out_dtype": base.dtype}
-                out, residual = torch.ops.fused.add_rms_norm.default(branch, base, weight, eps, **options)
-                hidden_states.base, hidden_states.branch = residual, None
-                return out
-            hidden_states = hidden_states.tensor()
-        if self._fits(hidden_states, hidden_states, weight):
-            return torch.ops.fused.rms_norm.default(hidden_states, weight, eps, **self.options)
-        return None
+    return _subclass(FusedNorm, norm_class, (upstream, contract), contract=contract, __call__=__call__)
 
-    def _fits(self, input: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
-        """Whether the op takes these tensors and returns upstream's dtypes.
 
-        Upstream's statistics are fp32 even in fp64 models. Its `llama` norms return the wider dtype of
-        weight and stream, the others the stream's.
-        """
-        dtype = residual.dtype
-        if (input.dtype, dtype) not in _DTYPES:
-            return False
-        if not (residual.is_cuda or residual.is_cpu or residual.is_meta):
-            return False
-        if weight is None or weight.device != residual.device:
-            return weight is None
-        if self.contract.casting_mode != "llama" or weight.dtype == dtype:
-            return True
-        return torch.promote_types(weight.dtype, dtype) == dtype
+def _fused(
+    norm: nn.Module, hidden_states: Tensor | Stream, contract: Contract, options: dict[str, Any]
+) -> Tensor | None:
+    weight: Any = getattr(norm, "weight", None)
+    eps: Any = getattr(norm, contract.eps_name)
+    if isinstance(hidden_states, Stream):
+        base, branch = hidden_states.base, hidden_states.branch
+        if branch is not None and fits(branch, base, weight, contract):
+            if branch.dtype != base.dtype:  # under autocast: a bf16 branch joins an fp32 stream
+                options = {**options, "out_dtype": base.dtype}
+            out, residual = torch.ops.fused.add_rms_norm.default(branch, base, weight, eps, **options)
+            hidden_states.base, hidden_states.branch = residual, None
+            return out
+        hidden_states = hidden_states.tensor()
+    if fits(hidden_states, hidden_states, weight, contract):
+        return torch.ops.fused.rms_norm.default(hidden_states, weight, eps, **options)
+    return None
+
+
+def fits(input: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> bool:
+    """Whether the op takes these tensors and returns upstream's dtypes.
+
+    Upstream's statistics are fp32 even in fp64 models. Its `llama` norms return the wider dtype of weight and
+    stream, the others the stream's.
+    """
+    dtype = residual.dtype
+    if (input.dtype, dtype) not in _DTYPES:
+        return False
+    if not (residual.is_cuda or residual.is_cpu or residual.is_meta):
+        return False
+    if weight is None or weight.device != residual.device:
+        return weight is None
+    if contract.casting_mode != "llama" or weight.dtype == dtype:
+        return True
+    return torch.promote_types(weight.dtype, dtype) == dtype
 
 
 # Of the branch and of the stream.
@@ -124,14 +147,6 @@ _DTYPES = {
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float32),
 }
-
-
-@functools.cache
-def norm_class(upstream: Any, contract: Contract) -> type:
-    options: dict[str, Any] = {"casting_mode": contract.casting_mode}
-    if contract.offset:
-        options["offset"] = contract.offset
-    return _subclass(FusedNorm, norm_class, (upstream, contract), contract=contract, options=options)
 
 
 def _foreign(norm: Any) -> str | None:
@@ -147,56 +162,62 @@ def _foreign(norm: Any) -> str | None:
 class LazyLayer(Swapped):
     """An upstream decoder layer around a lazy residual stream."""
 
+    __slots__ = ()
     family: ClassVar[Family]
-
-    def __call__(self, *args: Any, lazy_stream: bool = False, **kwargs: Any) -> Any:
-        # `lazy_stream` comes from LazyModel, through upstream's loop: whoever calls knows Streams. What is
-        # made of it is decided here, outside of `layer.compile()` and before any hook runs.
-        if lazy_stream and self.observed() is None:
-            return super().__call__(*args, lazy_stream=True, **kwargs)
-        return super().__call__(*plain(args), **kwargs)
-
-    def observed(self) -> str | None:
-        """Why the stream enters and leaves the layer as a tensor."""
-        return observers.of_layer(self) or self.foreign()
-
-    def foreign(self) -> str | None:
-        """Why the layer runs as upstream's."""
-        modules = self._modules
-        return _foreign(modules[self.family.first_norm]) or _foreign(modules[self.family.second_norm])
 
 
 @functools.cache
 def layer_class(upstream: Any, family: Family) -> type:
+    def __call__(self: Any, *args: Any, lazy_stream: bool = False, **kwargs: Any) -> Any:
+        # `lazy_stream` comes from LazyModel, through upstream's loop: whoever calls knows Streams. What is
+        # made of it is decided here, outside of `layer.compile()` and before any hook runs.
+        if lazy_stream and why_tensors_around(self, family) is None:
+            return upstream.__call__(self, *args, lazy_stream=True, **kwargs)
+        return upstream.__call__(self, *plain(args), **kwargs)
+
     @functools.wraps(upstream.forward)
     def forward(self: Any, hidden_states: Any, *args: Any, lazy_stream: bool = False, **kwargs: Any) -> Any:
-        if not isinstance(hidden_states, Stream) and self.foreign() is None:
+        if not isinstance(hidden_states, Stream) and why_tensors_in(self, family) is None:
             hidden_states = Stream(hidden_states)
         output = upstream.forward(self, hidden_states, *args, **kwargs)
         return output if lazy_stream and isinstance(output, Stream) else plain(output)
 
-    return _subclass(LazyLayer, layer_class, (upstream, family), family=family, forward=forward)
+    arguments = upstream, family
+    return _subclass(LazyLayer, layer_class, arguments, family=family, __call__=__call__, forward=forward)
+
+
+def why_tensors_around(layer: nn.Module, family: Family) -> str | None:
+    """Why the stream enters and leaves the layer as a tensor."""
+    return observers.of_layer(layer) or why_tensors_in(layer, family)
+
+
+def why_tensors_in(layer: nn.Module, family: Family) -> str | None:
+    """Why the layer runs as upstream's."""
+    modules = layer._modules
+    return _foreign(modules[family.first_norm]) or _foreign(modules[family.second_norm])
 
 
 class LazyModel(Swapped):
     """An upstream model whose loop only hands the stream on, from layer to layer and to the final norm."""
 
+    __slots__ = ()
     loop: ClassVar[Loop]
-
-    def foreign(self) -> str | None:
-        """Why the layers must exchange tensors."""
-        for layer in getattr(self, self.loop.layers):
-            if not isinstance(layer, LazyLayer):
-                return f"{type(layer).__name__} is among the layers"
-        return _foreign(getattr(self, self.loop.norm))
 
 
 @functools.cache
 def model_class(upstream: Any, loop: Loop) -> type:
     @functools.wraps(upstream.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.foreign() is None:
+        if why_tensors_between(self, loop) is None:
             kwargs["lazy_stream"] = True
         return upstream.forward(self, *args, **kwargs)
 
     return _subclass(LazyModel, model_class, (upstream, loop), loop=loop, forward=forward)
+
+
+def why_tensors_between(model: nn.Module, loop: Loop) -> str | None:
+    """Why the layers must exchange tensors."""
+    for layer in getattr(model, loop.layers):
+        if not isinstance(layer, LazyLayer):
+            return f"{type(layer).__name__} is among the layers"
+    return _foreign(getattr(model, loop.norm))

@@ -39,7 +39,7 @@ def of_layer(layer: nn.Module) -> str | None:
             elif not module.startswith(_FSDP):
                 return "a forward hook"
     # Two tensors would be kept instead of one, and reentrant checkpointing follows gradients of tensors only.
-    if layer.training and getattr(layer, "gradient_checkpointing", False):
+    if getattr(layer, "gradient_checkpointing", False) and layer.training:
         return "gradient checkpointing"
     return _of_any(layer)
 

@@ -11,7 +11,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import observers
-from .modules import FusedNorm, LazyLayer, LazyModel, unwrapped
+from .modules import (
+    FusedNorm,
+    LazyLayer,
+    LazyModel,
+    unwrapped,
+    why_tensors_around,
+    why_tensors_between,
+    why_tensors_in,
+)
 
 
 @dataclass(frozen=True)
@@ -88,15 +96,19 @@ def _sites(path: str, model: nn.Module, layers_name: str) -> Iterator[Site]:
             for add in ("attention", "mlp"):
                 yield Site(path, index, add, "?", "", f"{type(layer).__name__} is not a patched layer")
             continue
-        first, second = layer.family.first_norm, layer.family.second_norm
+        family = layer.family
+        first, second = family.first_norm, family.second_norm
         norm = getattr(layer, second)
-        yield Site(path, index, "attention", second, _contract(norm), layer.foreign() or _watched(norm))
+        yield Site(
+            path, index, "attention", second, _contract(norm), why_tensors_in(layer, family) or _watched(norm)
+        )
 
-        reason = layer.observed()
+        reason = why_tensors_around(layer, family)
         if index + 1 < len(layers):
             follower = layers[index + 1]
             norm, name = getattr(follower, first, None), f"next layer's {first}"
-            reason = reason or (follower.observed() if isinstance(follower, LazyLayer) else None)
+            if isinstance(follower, LazyLayer):
+                reason = reason or why_tensors_around(follower, follower.family)
         else:
             name = model.loop.norm if isinstance(model, LazyModel) else "norm"
             norm = getattr(model, name, None)
@@ -110,7 +122,7 @@ def _sites(path: str, model: nn.Module, layers_name: str) -> Iterator[Site]:
 
 def _between(model: nn.Module) -> str | None:
     if isinstance(model, LazyModel):
-        return model.foreign()
+        return why_tensors_between(model, model.loop)
     return f"{type(model).__name__}.forward does more than hand the stream on"
 
 
@@ -119,7 +131,7 @@ def _contract(norm: nn.Module | None) -> str:
     return str(norm.contract) if isinstance(norm, FusedNorm) else ""
 
 
-def _watched(norm: nn.Module | None) -> str | None:
+def _watched(norm: Any) -> str | None:
     return observers.of_norm(norm) if norm is not None else None
 
 
