@@ -113,6 +113,9 @@ emulate: $(call with,,test) ## tests of the CUDA kernels on the CPU, thread by t
 	    --deselect tests/test_invariance.py::test_cpu_kernels_run_in_parallel \
 	    --deselect tests/test_extremes.py::test_grad_weight_of_many_equal_rows_keeps_its_digits \
 	    $(addprefix tests/test_,$(addsuffix .py,forward sizes layouts aliasing autograd invariance extremes fuzz)) $(ARGS)
+	$(PY) tests/emulation/build.py build/emulated-75 75
+	PYTHONPATH=build/emulated-75 $(PY) -m pytest -m 'not gpu and not slow' \
+	    $(addprefix tests/test_,$(addsuffix .py,forward sizes layouts)) $(ARGS)
 
 coverage: $(call with,,dev) $(call with,,test) ## lines that the CPU tests reach: all, of the C++ beside the kernels
 	FUSED_CUDA=0 FUSED_INSTRUMENT=coverage $(PY) setup.py build --build-lib build/coverage

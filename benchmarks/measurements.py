@@ -15,8 +15,8 @@ def is_project(provider: str) -> bool:
 
 
 class Results:
-    """Measurements by section, case and provider. Of a case that several files hold, the last file's count:
-    ratios are those of one run."""
+    """Measurements by section, case and provider. Of a case that several files hold, the last file's count,
+    unless time was too short there for a provider: ratios are those of one run."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.headers: list[Record] = []
@@ -28,7 +28,9 @@ class Results:
             for record in records:
                 if record["record"] == "measurement":
                     here.setdefault((record["section"], record["case"]), {})[record["provider"]] = record
-            self._cases |= here
+            for case, found in here.items():
+                if case not in self._cases or all(r["status"] != "skipped" for r in found.values()):
+                    self._cases[case] = found
 
     def cases(self, section: str) -> list[str]:
         return [case for name, case in self._cases if name == section]

@@ -38,7 +38,10 @@ ARENA_BYTES = 256 << 20
 
 @dataclass
 class Expected:
-    """What every form of a call returns, from dense copies of the arguments and compared with fp64."""
+    """What every form of a call returns, from dense copies of the arguments and compared with fp64.
+
+    All of it on the CPU, which is done with tensors this small before a GPU has been asked.
+    """
 
     arguments: dict[str, Tensor]
     out: Tensor
@@ -56,11 +59,14 @@ def expect(case: Case, arguments: dict[str, Tensor], arena: Arena) -> Expected:
             residual_out = x
         else:
             out, residual_out, rstd = torch.ops.fused.add_rms_norm_forward(x, r, w, *options, case.dtypes[2])
+    arguments = {name: tensor.cpu() for name, tensor in copies.items()}
+    out, residual_out, rstd = out.cpu(), residual_out.cpu(), rstd.cpu()
+    x, r, w = (arguments.get(name) for name in ("input", "residual", "weight"))
     exact = forward(x, r, as_computed(w, x), *options)
     assert_rounds_to(out, exact.out, "out", error=exact.slack)
     assert_rounds_to(rstd, exact.rstd, "rstd")
     assert same_bits(residual_out, exact.residual_out), "residual_out"
-    return Expected(copies, out, residual_out, rstd)
+    return Expected(arguments, out, residual_out, rstd)
 
 
 def as_computed(weight: Tensor | None, input: Tensor) -> Tensor | None:
@@ -70,7 +76,7 @@ def as_computed(weight: Tensor | None, input: Tensor) -> Tensor | None:
 
 def check_unchanged(arguments: dict[str, Tensor], expected: Expected) -> None:
     for name, tensor in arguments.items():
-        assert same_bits(tensor, expected.arguments[name]), f"{name} was written"
+        assert same_bits(tensor.cpu(), expected.arguments[name]), f"{name} was written"
 
 
 def place(case: Case, arena: Arena, names: Sequence[str], dtypes: Dtypes) -> dict[str, Tensor]:
@@ -104,7 +110,9 @@ def check_functional(case: Case, arena: Arena, dtypes: Dtypes) -> str:
         else:
             results = list(fused.add_rms_norm(x, r, w, case.eps, **options))
     for result, name in zip(results, ("out", "residual_out"), strict=False):
-        assert same_bits(result, getattr(expected, name)), f"{name} differs from that of dense arguments"
+        assert same_bits(result.cpu(), getattr(expected, name)), (
+            f"{name} differs from that of dense arguments"
+        )
         assert result.is_contiguous(), f"{name} of strides {result.stride()}"
         assert result.numel() == 0 or result.data_ptr() in arena.fresh, f"{name} is no new tensor"
     wanted = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
@@ -122,7 +130,9 @@ def check_functional(case: Case, arena: Arena, dtypes: Dtypes) -> str:
         with arena.serving():
             actual = torch.autograd.grad(outputs, list(wanted.values()), grad_outputs, allow_unused=True)
         dh = grads[1] if len(results) > 1 and results[1].requires_grad else None
-        check_gradients(case, dict(zip(wanted, actual, strict=True)), grads[0], dh, expected)
+        actual = [None if grad is None else grad.cpu() for grad in actual]
+        dy, dh = (None if grad is None else grad.cpu() for grad in (grads[0], dh))
+        check_gradients(case, dict(zip(wanted, actual, strict=True)), dy, dh, expected)
     check_unchanged(arguments, expected)
     return "forward and backward" if pairs else "forward"
 
@@ -211,8 +221,10 @@ def check_into(case: Case, arena: Arena, dtypes: Dtypes) -> str:
         assert torch.equal(arena.bytes[: arena.used], before), "written, then refused"
         return "refused"
     assert not must_refuse, "not refused"
-    assert same_bits(results[0], expected.out), "out differs from the functional form's"
-    assert same_bits(results[1], expected.residual_out), "residual_out differs from the functional form's"
+    assert same_bits(results[0].cpu(), expected.out), "out differs from the functional form's"
+    assert same_bits(results[1].cpu(), expected.residual_out), (
+        "residual_out differs from the functional form's"
+    )
     check_unchanged(stay, expected)
     return "forward"
 

@@ -127,9 +127,8 @@ def some_case(choose: Choose[Any], max_numel: int) -> Case:
 
 def fill(case: Case, tensors: dict[str, Tensor]) -> None:
     """Values for the arguments; along an expanded dimension all get the first one's."""
-    device = tensors["input"].device
-    generator = torch.Generator(device).manual_seed(case.seed)
-    values = {name: torch.randn(t.shape, generator=generator, device=device) for name, t in tensors.items()}
+    generator = torch.Generator().manual_seed(case.seed)  # the same on every device
+    values = {name: torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
     x, r = (values.get(name, values["input"]) for name in ("input", "residual"))
     for value in (x, r) if r is not x else (x,):
         value *= case.scale

@@ -1,6 +1,8 @@
 """Builds the package with its CUDA kernels, emulated, in the place of the CPU's: `make emulate`.
 
-python tests/emulation/build.py FOLDER && PYTHONPATH=FOLDER python -m pytest tests/test_forward.py
+python tests/emulation/build.py FOLDER [TARGET] && PYTHONPATH=FOLDER python -m pytest tests/test_forward.py
+
+TARGET: 90, or 75 for the code of GPUs before sm_90.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ ROOT = HERE.parents[1]
 
 def main() -> None:
     folder = Path(sys.argv[1]).resolve()
+    target = sys.argv[2] if len(sys.argv) > 2 else "90"
     package = folder / "fused_add_rms_norm"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     for stale in package.rglob("*.py"):
@@ -38,7 +41,10 @@ def main() -> None:
         extra_include_paths=[str(HERE), str(ROOT / "csrc"), f"{cpp_extension.CUDA_HOME}/include"],
         # No fused multiply-add but where the kernels ask for one; no check that a longjmp goes up the stack,
         # which a fiber's does not.
-        extra_cflags=["-O1", "-g0", "-ffp-contract=off", "-Wno-attributes", "-U_FORTIFY_SOURCE"],
+        extra_cflags=[
+            *("-O1", "-g0", "-ffp-contract=off", "-Wno-attributes", "-U_FORTIFY_SOURCE"),
+            f"-DFUSED_EMULATED_TARGET={target}",
+        ],
     )
 
 

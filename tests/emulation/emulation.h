@@ -2,7 +2,7 @@
 // fiber; the blocks of a cluster run side by side, clusters one after another. Warps fall behind each other
 // at random, and copies and stores that are asynchronous on a GPU come late, in random order. Threads that
 // wait for each other in vain abort the program. Not emulated: speed, memory order, a grid that overlaps the
-// one before, the code for GPUs before sm_90.
+// one before.
 #pragma once
 
 #include <driver_types.h>  // of the CUDA toolkit, like the next two
@@ -39,8 +39,9 @@ extern thread_local dim3 blockDim, gridDim;
 namespace emulation {
 
 constexpr int kWarp = 32;
-constexpr int kSms = 4;  // few, so that persistent blocks have several rows each
-constexpr int kSharedBytes = 227 << 10;
+constexpr int kSms = 4;                         // few, so that persistent blocks have several rows each
+constexpr int kTarget = FUSED_EMULATED_TARGET;  // 90, or 75 for the code of GPUs before it
+constexpr int kSharedBytes = kTarget >= 90 ? 227 << 10 : 64 << 10;
 constexpr int kSharedAlignment = 128;
 
 struct Barrier {
@@ -198,7 +199,7 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
 
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
-  attributes->ptxVersion = 90;
+  attributes->ptxVersion = emulation::kTarget;
   return cudaSuccess;
 }
 

@@ -6,7 +6,7 @@
 #include "cuda/vectors.cuh"
 #include "emulation.h"
 
-#define FUSED_HOPPER 1
+#define FUSED_HOPPER (FUSED_EMULATED_TARGET >= 90)
 #define FUSED_DYNAMIC_SHARED(name) unsigned char* const name = emulation::current->block->shared()
 
 namespace fused::cuda {
@@ -41,6 +41,7 @@ struct TransactionBarrier {
   static void fence_init() {}
 
   void signal(int32_t more_bytes, int arrived) {
+    if (!FUSED_HOPPER) return;
     bytes += more_bytes;
     arrivals -= arrived;
     if (arrivals < 0) std::abort();  // a second one in a phase
@@ -51,10 +52,10 @@ struct TransactionBarrier {
   }
 
   void arrive_expecting(uint32_t more_bytes) { signal(more_bytes, 1); }
-  void expect(uint32_t more_bytes) { bytes += more_bytes; }
+  void expect(uint32_t more_bytes) { signal(more_bytes, 0); }
   void wait_for_peers(uint32_t parity) { wait(parity); }
   void wait(uint32_t parity) {
-    emulation::wait_until([&] { return phase % 2u != parity % 2; });
+    emulation::wait_until([&] { return !FUSED_HOPPER || phase % 2u != parity % 2; });
   }
 };
 static_assert(sizeof(TransactionBarrier) == 8);
