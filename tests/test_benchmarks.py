@@ -248,7 +248,9 @@ def test_a_later_file_replaces_whole_cases(tmp_path: Path) -> None:
     assert len(both.headers) == 2
     mixed = Results([tmp_path / "first", tmp_path / "third"])
     assert mixed.share("forward", "4096 x 4096 bf16", "fused") is None
-    skipping = (tmp_path / "second").read_text().replace('"Slow", "status": "ok"', '"Slow", "status": "skipped"')
+    skipping = (
+        (tmp_path / "second").read_text().replace('"Slow", "status": "ok"', '"Slow", "status": "skipped"')
+    )
     (tmp_path / "fourth").write_text(skipping)
     hurried = Results([tmp_path / "first", tmp_path / "fourth"])  # a peer that time was too short for
     assert hurried.share("forward", "4096 x 4096 bf16", "fused") == pytest.approx(1.0)
