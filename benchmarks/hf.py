@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import operator
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -221,7 +223,7 @@ class Bench:
                         step()  # the caches and the allocator's blocks are this variant's again
                         found.append(self.timed(name, case, step))
         for name, found in times.items():
-            yield name, vars(Sample.of(found)) | {"peak_bytes": peaks[name]}
+            yield name, vars(Sample.of(found)) | {"peak_bytes": peaks[name], "rounds_us": found}
 
     def compiled(
         self, case: Case, model: Any, tokens: torch.Tensor, variants: list[str], rounds: int
@@ -328,9 +330,13 @@ def table(found: dict[tuple[str, str], dict[str, Record]]) -> list[list[str]]:
 def targets(found: dict[tuple[str, str], dict[str, Record]]) -> Iterator[tuple[str, float, float]]:
     """What the drop-in sets itself to reach: the claim, the value, and what it must not exceed."""
 
-    def value(section: str, case: str, variant: str, field: str) -> float | None:
-        record = found.get((section, case), {}).get(variant, {})
-        return record.get(field) if record.get("status") == "ok" else None
+    def ratio(section: str, case: str, field: str, other: str) -> float | None:
+        records = found.get((section, case), {})
+        ours, theirs = (records.get(name, {}) for name in ("patched", other))
+        if field == "us" and "rounds_us" in ours and "rounds_us" in theirs:
+            # They took turns: what slows the machine down for a while slows both.
+            return statistics.median(map(operator.truediv, ours["rounds_us"], theirs["rounds_us"]))
+        return ours[field] / theirs[field] if ours.get(field) and theirs.get(field) else None
 
     claims = [
         *[(f"{shape} eager", "decode", "us", "F.rms_norm", 1.0) for shape in ("1B", "8B")],
@@ -349,10 +355,9 @@ def targets(found: dict[tuple[str, str], dict[str, Record]]) -> Iterator[tuple[s
         ],
     ]
     for section, case, field, other, factor in claims:
-        ours, theirs = value(section, case, "patched", field), value(section, case, other, field)
-        if ours is not None and theirs is not None:
+        if (value := ratio(section, case, field, other)) is not None:
             what = "peak memory" if field == "peak_bytes" else "time"
-            yield f"{section}, {case}: {what} against {other}", ours / theirs, factor
+            yield f"{section}, {case}: {what} against {other}", value, factor
 
 
 def report(args: argparse.Namespace) -> None:
@@ -361,8 +366,8 @@ def report(args: argparse.Namespace) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
-    for claim, ratio, bound in targets(found):
-        print(f"{'met   ' if ratio <= bound else 'MISSED'} {claim}: {ratio:.3f}, at most {bound:.3f}")
+    for claim, value, bound in targets(found):
+        print(f"{'met   ' if value <= bound else 'MISSED'} {claim}: {value:.3f}, at most {bound:.3f}")
     if args.plot:
         plot(found, args.plot)
     if args.page:
