@@ -106,16 +106,17 @@ sanitize: $(call with,$(built),test) ## GPU tests under compute-sanitizer's four
 	done
 
 # Left out: that CPU kernels are parallel, and the precision of sums that a real GPU spreads over more blocks.
-emulate: $(call with,,test) ## tests of the CUDA kernels on the CPU, thread by thread, without a GPU
-	$(PY) tests/emulation/build.py build/emulated
-	PYTHONPATH=build/emulated $(PY) -c 'import fused_add_rms_norm as f; assert "emulated" in f.__file__, f.__file__'
-	PYTHONPATH=build/emulated $(PY) -m pytest -m 'not gpu and not slow' \
-	    --deselect tests/test_invariance.py::test_cpu_kernels_run_in_parallel \
-	    --deselect tests/test_extremes.py::test_grad_weight_of_many_equal_rows_keeps_its_digits \
-	    $(addprefix tests/test_,$(addsuffix .py,forward sizes layouts aliasing autograd invariance extremes fuzz)) $(ARGS)
-	$(PY) tests/emulation/build.py build/emulated-75 75
-	PYTHONPATH=build/emulated-75 $(PY) -m pytest -m 'not gpu and not slow' \
-	    $(addprefix tests/test_,$(addsuffix .py,forward sizes layouts)) $(ARGS)
+emulate: $(call with,,test) ## tests of the CUDA kernels on the CPU, thread by thread, as on Hopper and as before
+	for target in 90 75; do \
+	    folder=build/emulated-$$target; export PYTHONPATH=$$folder; \
+	    $(PY) tests/emulation/build.py $$folder $$target && \
+	    $(PY) -c "import fused_add_rms_norm as f; assert '$$folder' in f.__file__, f.__file__" && \
+	    $(PY) -m pytest -n "$$(nproc)" -m 'not gpu and not slow' \
+	        --deselect tests/test_invariance.py::test_cpu_kernels_run_in_parallel \
+	        --deselect tests/test_extremes.py::test_grad_weight_of_many_equal_rows_keeps_its_digits \
+	        $(addprefix tests/test_,$(addsuffix .py,forward sizes layouts aliasing autograd invariance extremes fuzz)) $(ARGS) \
+	    || exit 1; \
+	done
 
 coverage: $(call with,,dev) $(call with,,test) ## lines that the CPU tests reach: all, of the C++ beside the kernels
 	FUSED_CUDA=0 FUSED_INSTRUMENT=coverage $(PY) setup.py build --build-lib build/coverage

@@ -7,7 +7,7 @@
     python benchmarks/report.py --compare OLD.jsonl NEW.jsonl    what became slower; exit status 1 if any did
 
 A page gets its figures between ``<!-- table: NAME -->`` (or ``plot: NAME``) and ``<!-- end -->``. Several
-files may be given: of a case that two of them hold, the last counts that skipped nothing.
+files may be given: of a case that two of them hold, the last counts, unless it skipped more providers.
 """
 
 from __future__ import annotations

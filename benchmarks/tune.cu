@@ -210,7 +210,7 @@ void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bo
         config.rows_per_block = rows;
         const int threads = config.threads * rows;
         if (threads > forward_threads(vectors) || threads % kWarpThreads || (rows > 1 && cluster > 1) ||
-            (vectors > 1 && !problem.aligned()))
+            (vectors > 1 && !problem.aligned()) || (vectors == 4 && problem.input != problem.residual))
           continue;  // no such kernel
         try_config(config);
       }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,17 +17,26 @@ def tensors(request, device):
     return tuple(torch.randn(n, COLS, device=device).to(request.param) for n in (ROWS, ROWS, 1))
 
 
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(6, 96), (20, 1200), pytest.param(600, 1200, marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("out_is", ["input", "residual", "fresh"])
 @pytest.mark.parametrize("residual_out_is", ["input", "residual", "fresh"])
-def test_each_result_may_be_exactly_input_or_residual(tensors, out_is, residual_out_is):
+def test_each_result_may_be_exactly_input_or_residual(device, out_is, residual_out_is, rows, cols):
+    """Aligned, and one element off."""
     if out_is == residual_out_is != "fresh":
         pytest.skip("both results in one place: refused, see below")
-    x, r, w = (t.clone() for t in tensors)
-    expected = fused.add_rms_norm(x, r, w[0])
-    places = {"input": x, "residual": r}
-    out, h = places.get(out_is, torch.empty_like(x)), places.get(residual_out_is, torch.empty_like(x))
-    fused.add_rms_norm(x, r, w[0], out=(out, h))
-    assert torch.equal(out, expected[0]) and torch.equal(h, expected[1])
+    w = torch.randn(cols, device=device)
+    for dtype, offset in itertools.product((torch.bfloat16, torch.float32), (0, 1)):
+        x, r = (
+            torch.randn(rows * cols + 1, device=device).to(dtype)[offset:][: rows * cols] for _ in range(2)
+        )
+        x, r = x.view(rows, cols), r.view(rows, cols)
+        expected = fused.add_rms_norm(x, r, w.to(dtype))
+        places = {"input": x, "residual": r}
+        out, h = (places.get(where, torch.empty_like(x)) for where in (out_is, residual_out_is))
+        fused.add_rms_norm(x, r, w.to(dtype), out=(out, h))
+        assert torch.equal(out, expected[0]) and torch.equal(h, expected[1]), (dtype, offset)
 
 
 def test_the_functional_form_may_add_a_tensor_to_itself(tensors):

@@ -248,12 +248,19 @@ def test_a_later_file_replaces_whole_cases(tmp_path: Path) -> None:
     assert len(both.headers) == 2
     mixed = Results([tmp_path / "first", tmp_path / "third"])
     assert mixed.share("forward", "4096 x 4096 bf16", "fused") is None
-    skipping = (
-        (tmp_path / "second").read_text().replace('"Slow", "status": "ok"', '"Slow", "status": "skipped"')
-    )
-    (tmp_path / "fourth").write_text(skipping)
-    hurried = Results([tmp_path / "first", tmp_path / "fourth"])  # a peer that time was too short for
-    assert hurried.share("forward", "4096 x 4096 bf16", "fused") == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("first", "second", "share"), [("", "s", 1.0), ("s", "s", 0.5), ("s", "", 0.5)])
+def test_a_file_that_skipped_more_does_not_replace_a_case(
+    tmp_path: Path, first: str, second: str, share: float
+) -> None:
+    for name, factor, skips in (("first", 1.0, first), ("second", 2.0, second)):
+        write_results(tmp_path / name, factor)
+        text = (tmp_path / name).read_text()
+        status = '"Slow", "status": "skipped"' if skips else '"Slow", "status": "ok"'
+        (tmp_path / name).write_text(text.replace('"Slow", "status": "ok"', status))
+    both = Results([tmp_path / "first", tmp_path / "second"])
+    assert both.share("forward", "4096 x 4096 bf16", "fused") == pytest.approx(share)
 
 
 def test_pages_get_their_figures_from_the_results_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -32,10 +33,15 @@ def assert_only_rows_written(view: Tensor) -> None:
 
 
 def problem(
-    cols: int, dtype: torch.dtype, device: str, residual_dtype: torch.dtype | None = None
+    cols: int, dtype: torch.dtype, device: str, residual_dtype: torch.dtype | None = None, rows: int = 5
 ) -> tuple[Tensor, ...]:
-    x, w = torch.randn(5, cols, device=device).to(dtype), torch.randn(cols, device=device).to(dtype)
-    return x, torch.randn(5, cols, device=device).to(residual_dtype or dtype), w
+    x, w = torch.randn(rows, cols, device=device).to(dtype), torch.randn(cols, device=device).to(dtype)
+    return x, torch.randn(rows, cols, device=device).to(residual_dtype or dtype), w
+
+
+def sizes(cols: list[int], *others: tuple[int, int], gpu: list[tuple[int, int]]) -> list[Any]:
+    """(rows, cols): five rows, and numbers of them that take other kernels, on a GPU or emulated."""
+    return [*((5, n) for n in cols), *others, *(pytest.param(*size, marks=pytest.mark.gpu) for size in gpu)]
 
 
 PLACES = [{"offset": 1}, {"offset": 3, "pad": 1}, {"pad": 8}, {"pad": 3}, {"offset": 8, "pad": 16}]
@@ -63,10 +69,13 @@ def test_each_tensor_at_an_odd_place_in_turn(device, cols, dtypes):
         assert torch.equal(out, expected) and torch.equal(h, expected_h), (place, moved)
 
 
-@pytest.mark.parametrize("cols", [7, 64, 257, 1200, 4096, 4097])
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    sizes([7, 64, 257, 1200, 4096, 4097], (20, 1200), (20, 4097), gpu=[(600, 1200), (600, 4097)]),
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_in_place_through_its_own_strides(device, cols, dtype):
-    x, r, w = problem(cols, dtype, device)
+def test_in_place_through_its_own_strides(device, rows, cols, dtype):
+    x, r, w = problem(cols, dtype, device, rows=rows)
     expected, expected_h = fused.add_rms_norm(x, r, w)
     for x_place, r_place in itertools.product(PLACES, PLACES):
         out, h = placed(x, **x_place), placed(r, **r_place)
@@ -76,13 +85,16 @@ def test_in_place_through_its_own_strides(device, cols, dtype):
         assert_only_rows_written(h)
 
 
-@pytest.mark.parametrize("cols", [7, 257, 1200, 4096, 4097, 12295])
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    sizes([7, 257, 1200, 4096, 4097, 12295], (3, 1200), (3, 4097), gpu=[(100, 1200), (100, 4097)]),
+)
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str
 )
-def test_gradients_at_odd_places(device, cols, dtypes):
+def test_gradients_at_odd_places(device, rows, cols, dtypes):
     """grad_weight adds rows in its own order on each kernel path; grad_input may not differ by a bit."""
-    x, r, w = problem(cols, dtypes[0], device, dtypes[1])
+    x, r, w = problem(cols, dtypes[0], device, dtypes[1], rows=rows)
     _, h, rstd = torch.ops.fused.add_rms_norm_forward(x, r, w, 1e-6, 0.0, "fp32", None)
     dy, dh = torch.randn_like(x), torch.randn_like(r)
     mask = 5 if x.dtype == r.dtype else 7

@@ -51,7 +51,7 @@ def test_long_rows(device, cols, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("cols", HIDDEN + LONG)
+@pytest.mark.parametrize("cols", [*HIDDEN, 1024, 2048, *LONG])
 def test_enough_rows_for_every_multiprocessor(cols, dtype):
     """Many rows take other configurations than few."""
     check(600, cols, dtype, "cuda")
@@ -63,6 +63,25 @@ def test_enough_rows_for_every_multiprocessor(cols, dtype):
 @pytest.mark.parametrize("cols", [64, 576, 4096])
 def test_row_counts_on_the_gpu(rows, cols, residual_dtype):
     check(rows, cols, torch.bfloat16, "cuda", residual_dtype)
+
+
+@pytest.mark.parametrize(
+    "rows", [4, 20, *(pytest.param(n, marks=pytest.mark.gpu) for n in (64, 131, 132, 133))]
+)
+@pytest.mark.parametrize("cols", [577, 4097, 8192])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_about_as_many_rows_as_multiprocessors(device, rows, cols, dtypes):
+    """Up to there, blocks of their own form grad_weight."""
+    check(rows, cols, dtypes[0], device, dtypes[1])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 1025, 4096, 100_000])

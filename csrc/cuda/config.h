@@ -247,15 +247,15 @@ inline int64_t backward_blocks(const BackwardConfig& config, int64_t rows, const
 // Rows of grad_weight's partial sums that the launch writes. None where a block, or a cluster, has all the
 // rows of its columns and writes grad_weight itself.
 inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gpu& gpu) {
-  const int64_t parts = backward_blocks(config, rows, gpu) / config.cluster;
   if (config.columns_apart) return 0;
+  const int64_t parts = backward_blocks(config, rows, gpu) / config.cluster;
   return parts == 1 && config.kernel != BackwardKernel::kLoop ? 0 : parts;
 }
 
 // Twelve warps with two vectors a thread and three stages each have enough bytes on their way and work them
 // off as they come; with more, the memory is slower, and more is left to do when the last ones have come. A
 // larger cluster where a block would have more or fewer warps; nothing where a row does not fit. Unaligned
-// rows take more registers: ten warps, four vectors a thread.
+// rows take more registers, and leave ten warps.
 inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int vector_bytes,
                                            int residual_vector_bytes, bool aligned, const Gpu& gpu) {
   const int enough_threads = aligned ? 384 : 320, most_threads = aligned ? 480 : ring_threads(aligned);

@@ -165,7 +165,7 @@ cudaError_t launch_as(const ForwardParams& p, const ForwardConfig& config, const
     }
     if (config.vectors_per_thread == 2) return launch_with(Constant<2>());
   }
-  return launch_with(Constant<1>());
+  return config.vectors_per_thread == 1 ? launch_with(Constant<1>()) : cudaErrorInvalidConfiguration;
 }
 
 }  // namespace

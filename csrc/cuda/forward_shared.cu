@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocks<Aligned>)
   filled->wait(0);
   if (!Aligned && thread / kWarp + 1 < threads / kWarp) filled[1].wait(0);  // has the end of this warp's run
 
-  // residual_out is stored where its vectors start on 16 bytes: now, or with those of out.
+  // residual_out is stored now where this thread's vectors of it start on 16 bytes, else with those of out.
   const bool store_sum_first = Aligned || misalignment(at.residual_out) == 0;
   A squares[V];
 #pragma unroll

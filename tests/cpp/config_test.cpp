@@ -76,6 +76,7 @@ void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residua
   check(partials == blocks / config.cluster ||
             (partials == 0 && (blocks == config.cluster || config.columns_apart)),
         "a row of partial sums a cluster");
+  check(!config.columns_apart || config.kernel == BackwardKernel::kRegisters, "a kernel with such blocks");
   if (config.kernel == BackwardKernel::kLoop)
     return check(vectors > 1024, "rows this short to be held in registers");
   check(is_row_width(config.threads), "whole warps, or a power of two within one");
@@ -114,10 +115,11 @@ int main() {
           }
         }
         for (const Gpu& gpu : {kHopper, kWorkstation, kPart, kTuring})
-          for (const int64_t rows : {1, 1000}) check_backward(vectors, rows, 0, 0, aligned, false, gpu);
+          for (const int64_t rows : {int64_t{1}, int64_t{gpu.sms}, int64_t{gpu.sms} + 1, int64_t{1000}})
+            check_backward(vectors, rows, 0, 0, aligned, false, gpu);
         for (const int residual_vector_bytes :
              {16, 32}) {  // a 16-bit input's vector under its own dtype, and under fp32
-          for (const int64_t rows : {1, 64, 200, 1000000}) {
+          for (const int64_t rows : {1, 64, 132, 133, 200, 1000000}) {
             for (const Gpu& gpu : {kHopper, kWorkstation, kPart})
               check_backward(vectors, rows, 16, residual_vector_bytes, aligned, true, gpu);
           }

@@ -1,6 +1,6 @@
 """Builds the package with its CUDA kernels, emulated, in the place of the CPU's: `make emulate`.
 
-python tests/emulation/build.py FOLDER [TARGET] && PYTHONPATH=FOLDER python -m pytest tests/test_forward.py
+python tests/emulation/build.py FOLDER TARGET && PYTHONPATH=FOLDER python -m pytest tests/test_forward.py
 
 TARGET: 90, or 75 for the code of GPUs before sm_90.
 """
@@ -18,8 +18,7 @@ ROOT = HERE.parents[1]
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]).resolve()
-    target = sys.argv[2] if len(sys.argv) > 2 else "90"
+    folder, target = Path(sys.argv[1]).resolve(), sys.argv[2]
     package = folder / "fused_add_rms_norm"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     for stale in package.rglob("*.py"):

@@ -39,8 +39,8 @@ extern thread_local dim3 blockDim, gridDim;
 namespace emulation {
 
 constexpr int kWarp = 32;
-constexpr int kSms = 4;                         // few, so that persistent blocks have several rows each
 constexpr int kTarget = FUSED_EMULATED_TARGET;  // 90, or 75 for the code of GPUs before it
+constexpr int kSms = kTarget >= 90 ? 4 : 24;    // few: persistent blocks have several rows each
 constexpr int kSharedBytes = kTarget >= 90 ? 227 << 10 : 64 << 10;
 constexpr int kSharedAlignment = 128;
 
