@@ -43,7 +43,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
+    return torch.equal(bits(a).cpu(), bits(b).cpu())
 
 
 def writable(tensor: Tensor) -> Tensor:

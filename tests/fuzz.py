@@ -59,14 +59,14 @@ def expect(case: Case, arguments: dict[str, Tensor], arena: Arena) -> Expected:
             residual_out = x
         else:
             out, residual_out, rstd = torch.ops.fused.add_rms_norm_forward(x, r, w, *options, case.dtypes[2])
-    arguments = {name: tensor.cpu() for name, tensor in copies.items()}
+    on_cpu = {name: tensor.cpu() for name, tensor in copies.items()}
     out, residual_out, rstd = out.cpu(), residual_out.cpu(), rstd.cpu()
-    x, r, w = (arguments.get(name) for name in ("input", "residual", "weight"))
+    x, r, w = (on_cpu.get(name) for name in ("input", "residual", "weight"))
     exact = forward(x, r, as_computed(w, x), *options)
     assert_rounds_to(out, exact.out, "out", error=exact.slack)
     assert_rounds_to(rstd, exact.rstd, "rstd")
     assert same_bits(residual_out, exact.residual_out), "residual_out"
-    return Expected(arguments, out, residual_out, rstd)
+    return Expected(on_cpu, out, residual_out, rstd)
 
 
 def as_computed(weight: Tensor | None, input: Tensor) -> Tensor | None:
@@ -76,7 +76,7 @@ def as_computed(weight: Tensor | None, input: Tensor) -> Tensor | None:
 
 def check_unchanged(arguments: dict[str, Tensor], expected: Expected) -> None:
     for name, tensor in arguments.items():
-        assert same_bits(tensor.cpu(), expected.arguments[name]), f"{name} was written"
+        assert same_bits(tensor, expected.arguments[name]), f"{name} was written"
 
 
 def place(case: Case, arena: Arena, names: Sequence[str], dtypes: Dtypes) -> dict[str, Tensor]:
@@ -110,9 +110,7 @@ def check_functional(case: Case, arena: Arena, dtypes: Dtypes) -> str:
         else:
             results = list(fused.add_rms_norm(x, r, w, case.eps, **options))
     for result, name in zip(results, ("out", "residual_out"), strict=False):
-        assert same_bits(result.cpu(), getattr(expected, name)), (
-            f"{name} differs from that of dense arguments"
-        )
+        assert same_bits(result, getattr(expected, name)), f"{name} differs from that of dense arguments"
         assert result.is_contiguous(), f"{name} of strides {result.stride()}"
         assert result.numel() == 0 or result.data_ptr() in arena.fresh, f"{name} is no new tensor"
     wanted = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
@@ -221,10 +219,8 @@ def check_into(case: Case, arena: Arena, dtypes: Dtypes) -> str:
         assert torch.equal(arena.bytes[: arena.used], before), "written, then refused"
         return "refused"
     assert not must_refuse, "not refused"
-    assert same_bits(results[0].cpu(), expected.out), "out differs from the functional form's"
-    assert same_bits(results[1].cpu(), expected.residual_out), (
-        "residual_out differs from the functional form's"
-    )
+    assert same_bits(results[0], expected.out), "out differs from the functional form's"
+    assert same_bits(results[1], expected.residual_out), "residual_out differs from the functional form's"
     check_unchanged(stay, expected)
     return "forward"
 

@@ -31,13 +31,6 @@ class Swapped:
     recipe: ClassVar[tuple[Callable[..., type], tuple[Any, ...]]]
 
 
-def _reduce(self: Any, protocol: Any) -> Any:
-    reduced: Any = object.__reduce_ex__(self, protocol)
-    if "recipe" not in vars(type(self)):  # someone's subclass of ours, FSDP2's say
-        return reduced
-    return _new, self.recipe, *reduced[2:]
-
-
 def _new(make_class: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     cls = make_class(*arguments)
     return cls.__new__(cls)
@@ -46,10 +39,18 @@ def _new(make_class: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 def _subclass(
     mark: type, make_class: Callable[..., type], arguments: tuple[Any, ...], **members: Any
 ) -> type:
-    upstream = arguments[0]
+    upstream: Any = arguments[0]
+    recipe = make_class, arguments
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        reduced = upstream.__reduce_ex__(self, protocol)
+        if "recipe" not in vars(type(self)):  # someone's subclass of ours, FSDP2's say
+            return reduced
+        return _new, recipe, *reduced[2:]
+
+    members |= {"recipe": recipe, "__reduce_ex__": __reduce_ex__}
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(upstream, name)
-    members |= {"recipe": (make_class, arguments), "__reduce_ex__": _reduce}
     return type(upstream.__name__, (upstream, mark), members)
 
 
