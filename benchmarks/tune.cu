@@ -107,7 +107,8 @@ struct Problem {
   static int size(DType dtype) { return dtype == DType::kFloat ? 4 : 2; }
   int64_t elements() const { return rows * cols; }
   int vector_elements() const { return 16 / size(input); }
-  int64_t vectors() const { return div_up(cols, vector_elements()); }
+  RowShape row() const { return row_shape(cols, size(input), size(input), size(residual)); }
+  int64_t vectors() const { return row().vectors; }
   bool aligned() const { return cols % vector_elements() == 0 && stride == cols && offset == 0; }
 
   void* tensor(DType dtype) const {
@@ -204,21 +205,19 @@ void tune_forward(const Problem& problem, const Gpu& gpu, const Timer& timer, bo
     if (gpu.clusters[log2_of(cluster)] == 0) continue;
     const ForwardConfig shared = forward_through_shared(problem.vectors(), cluster);
     if (shared.threads <= kSharedThreads && shared.threads >= kWarpThreads) try_config(shared);
-    for (int vectors : {1, 2, 4}) {
+    for (int vectors : {1, 2, 4, 8}) {
       for (int rows : {1, 2, 4, 8, 16, 32}) {
         ForwardConfig config = forward_in_registers(problem.vectors(), vectors, cluster);
         config.rows_per_block = rows;
         const int threads = config.threads * rows;
         if (threads > forward_threads(vectors) || threads % kWarpThreads || (rows > 1 && cluster > 1) ||
-            (vectors > 1 && !problem.aligned()) || (vectors == 4 && problem.input != problem.residual))
+            (vectors > 1 && !problem.aligned()) || (vectors == 8 && problem.input != DType::kFloat))
           continue;  // no such kernel
         try_config(config);
       }
     }
   }
-  const auto chosen =
-      forward_config(problem.vectors(), problem.rows,
-                     problem.vector_elements() * Problem::size(problem.residual), problem.aligned(), gpu);
+  const auto chosen = forward_config(problem.row(), problem.rows, problem.aligned(), gpu);
   report("chosen", {{time(chosen), describe(chosen)}}, copy, 1);
   report("forward", results, copy, 6);
 }
@@ -277,8 +276,6 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
       return error != cudaSuccess ? error : finish(config);
     });
   };
-  const int vector_bytes = problem.vector_elements() * item,
-            residual_vector_bytes = problem.vector_elements() * residual_item;
   std::vector<Result> results;
   const auto try_config = [&](const BackwardConfig& config) {
     const float microseconds = search ? time(config) : -1;
@@ -287,22 +284,21 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
   for (int vectors : {1, 2, 4}) {
     BackwardConfig config;
     config.vectors_per_thread = vectors;
-    if (vectors == ring_vectors(problem.aligned(), residual_vector_bytes))
+    if (vectors == ring_vectors(problem.aligned(), problem.row().residual_bytes))
       for (int cluster : {1, 2, 4, 8, 16}) {
         if (gpu.clusters[log2_of(cluster)] == 0) continue;
         config.kernel = BackwardKernel::kRing;
         config.cluster = cluster;
         config.threads = threads_of_row(div_up(problem.vectors(), cluster), vectors);
-        for (int stages : {3, 4}) {
+        for (int stages = min_stages(problem.aligned()); stages <= kMaxStages; ++stages) {
           for (int teams : {1, 2, 3, 4, 6, 8, 12, 16}) {
             config.stages = stages;
             config.teams = teams;
             const int threads = std::max(config.threads, kWarpThreads) * teams;
-            const auto layout = ring_layout(config, problem.vectors(), vector_bytes, residual_vector_bytes,
-                                            problem.aligned());
+            const auto layout = ring_layout(config, problem.row(), problem.aligned());
             if (threads > ring_threads(problem.aligned()) || threads < 64 || layout.bytes > gpu.shared_bytes)
               continue;
-            if (layout.bytes < gpu.shared_bytes / 3) continue;  // too few bytes on their way
+            if (layout.bytes < gpu.shared_bytes / 4) continue;  // too few bytes on their way
             try_config(config);
           }
         }
@@ -323,8 +319,7 @@ void tune_backward(const Problem& problem, const Gpu& gpu, const Timer& timer, b
       }
     }
   }
-  const auto chosen = backward_config(problem.vectors(), problem.rows, vector_bytes, residual_vector_bytes,
-                                      problem.aligned(), true, gpu);
+  const auto chosen = backward_config(problem.row(), problem.rows, problem.aligned(), true, gpu);
   report("chosen", {{time(chosen), describe(chosen)}}, copy, 1);
   const float alone = time_of([&] { return run(p, chosen); }),
               finishing = time_of([&] { return finish(chosen); });

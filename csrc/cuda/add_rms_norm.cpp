@@ -75,8 +75,10 @@ Queue queue_of(const at::Tensor& tensor) {
   return {gpu_of(device), device, c10::cuda::getCurrentCUDAStream(device)};
 }
 
-int vector_bytes(int64_t vector_elements, DType dtype) {
-  return static_cast<int>(vector_elements) * itemsize(dtype);
+template <class Params>
+cuda::RowShape row_shape_of(const Params& p) {
+  return cuda::row_shape(p.shape.cols, itemsize(p.input_dtype), itemsize(p.out_dtype),
+                         itemsize(p.residual_dtype));
 }
 
 // Every row, and the weight, starts on 16 bytes and holds whole vectors.
@@ -107,9 +109,7 @@ struct Cuda {
                                          {&p.residual, p.residual_dtype},
                                          {&p.out, p.out_dtype},
                                          {&p.residual_out, p.residual_dtype}}});
-    const auto config =
-        cuda::forward_config(cuda::div_up(p.shape.cols, vector_elements), p.shape.rows,
-                             vector_bytes(vector_elements, p.residual_dtype), aligned, queue.gpu);
+    const auto config = cuda::forward_config(row_shape_of(p), p.shape.rows, aligned, queue.gpu);
     C10_CUDA_CHECK(config.kernel == cuda::ForwardKernel::kShared
                        ? cuda::launch_forward_shared(p, config, aligned, queue)
                        : cuda::launch_forward(p, config, aligned, queue));
@@ -126,9 +126,7 @@ struct Cuda {
                                          {&p.grad_input, p.input_dtype},
                                          {&p.grad_residual, p.residual_dtype}}});
     const bool ring = queue.gpu.hopper && p.input_dtype != DType::kDouble;
-    const auto config = cuda::backward_config(
-        cuda::div_up(p.shape.cols, vector_elements), p.shape.rows, vector_bytes(vector_elements, p.out_dtype),
-        vector_bytes(vector_elements, p.residual_dtype), aligned, ring, queue.gpu);
+    const auto config = cuda::backward_config(row_shape_of(p), p.shape.rows, aligned, ring, queue.gpu);
 
     at::Tensor partials;
     const int64_t partial_rows = p.grad_weight ? cuda::partial_rows(config, p.shape.rows, queue.gpu) : 0;

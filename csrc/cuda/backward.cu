@@ -88,17 +88,17 @@ __global__ void __launch_bounds__(backward_threads(V))
     clear_absent_sums(both_sums + layout.slots, layout, thread);
   }
 
-  const unsigned row_blocks = gridDim.x - column_blocks;
-  const int64_t step = static_cast<int64_t>(row_blocks) * config.rows_per_block;
-  int64_t row = static_cast<int64_t>(blockIdx.x) * config.rows_per_block + threadIdx.y;
+  const int block = static_cast<int>(blockIdx.x) - column_blocks;  // of those with rows
+  const int64_t step = (static_cast<int64_t>(gridDim.x) - column_blocks) * config.rows_per_block;
+  int64_t row = static_cast<int64_t>(block) * config.rows_per_block + threadIdx.y;
   BackwardRow<T, R, O> at(p, RowIndex(p.shape, row), first_col);
   finish_before_waiting(at.grad_out, at.residual_out, at.grad_residual_out, at.grad_input, at.grad_residual,
                         weight);
 
   launch_dependents();
   wait_for_predecessor();
-  if (blockIdx.x >= row_blocks) {
-    add_rows<T, R, O, Aligned>(p, (blockIdx.x - row_blocks) * kWarp * N, shared);
+  if (block < 0) {  // they have the longer loop, and come first
+    add_rows<T, R, O, Aligned>(p, blockIdx.x * kWarp * N, shared);
     return;
   }
 

@@ -5,9 +5,10 @@
 // copied with the 16-byte blocks around it, and lies in shared memory as far from a line's start as in global
 // memory, which copies fastest.
 //
-// A row is finished one iteration after its sum was formed: neither the team's nor the cluster's exchange is
-// waited for. A stage is filled again after the iteration that reads it last, so that of three stages two are
-// on their way.
+// An iteration finishes the row whose sum the one before formed, then forms the next one's. grad_out and
+// residual_out of that row stay in registers in between: to read them from shared memory again, and shift
+// them again where a row does not start on 16 bytes, took longer. A stage is filled again after the iteration
+// that reads it last, so that of three stages two are on their way.
 #include "cuda/assembly.cuh"
 #include "cuda/backward.cuh"
 #include "cuda/launch.cuh"
@@ -22,6 +23,10 @@ constexpr int kWantsGradInput = 1, kWantsGradWeight = 2;
 template <class T, class R, bool Aligned>
 constexpr int kRingVectors = ring_vectors(Aligned, kVectorElements<T> * sizeof(R));
 
+// Iterations from a row's sum until its stage has been read.
+template <bool Aligned>
+constexpr int kStageLag = Aligned ? 0 : 1;
+
 // Wants: kWantsGradInput (grad_input and, under an fp32 residual, grad_residual), kWantsGradWeight. What the
 // shape decides is settled before the loop over rows: within it, what lies beyond the row's end is computed
 // like the rest, on whatever shared memory holds, and left out of the sum and of the stores, so that the
@@ -35,6 +40,7 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
                        const __grid_constant__ RingLayout layout, float* partials) {
 #if FUSED_HOPPER  // older GPUs get an empty kernel, which is never launched
   constexpr int N = kVectorElements<T>, V = kRingVectors<T, R, Aligned>, kRun = V * kWarp * N;
+  constexpr int kLag = kStageLag<Aligned>;
   constexpr bool kWantsInput = Wants & kWantsGradInput, kWantsWeight = Wants & kWantsGradWeight;
   FUSED_DYNAMIC_SHARED(shared);
 
@@ -109,25 +115,64 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
         Aligned || tensor.data == nullptr ? 0 : within_line(row_of<const R>(tensor, row) + slice_col);
     return reinterpret_cast<const R*>(at + offset) + col_of_slice;
   };
-  int stage = 0, phase = 0;  // of this iteration
+  // Of the row whose sum was formed last.
+  Words<O, N> dy_run[V];
+  Words<R, N> h_run[V], dh_run[V];
   float rstd = 0;
+  int stage = 0, phase = 0;  // of this iteration
   const unsigned char* previous = nullptr;
-  for (int i = 1 - stages;; ++i) {
+  for (int i = kLag - stages;; ++i) {
     const unsigned char* at = ring + stage * layout.stage_bytes;
     const int64_t row = first_row + i * step;
     if (i > 0 && row - step >= rows) break;
-    float next_rstd = 0;
-    if (i >= 0 && row < rows) {  // the sum of this iteration's row
-      next_rstd = static_cast<const float*>(p.rstd)[row];
-      filled[stage].wait(phase);
+    if (i > 0) {  // the gradients of the row before
+      float projection = 0;
       if constexpr (kWantsInput) {
-        const RowIndex index(p.shape, row);
-        const O* dy_at = dy_in(at, index);
-        const R* h_at = h_in(at + layout.h, p.residual_out, index);
-        Words<O, N> dy_run[V];
-        Words<R, N> h_run[V];
-        load_run<Aligned>(dy_at, kRun, dy_run);
-        load_run<Aligned>(h_at, kRun, h_run);
+        const int slot = (i - 1) % kSumSlots;
+        if (cluster > 1) exchanged[slot].wait_for_peers((i - 1) / kSumSlots);
+        projection = mean_projection(add_warp_sums<V>(sums + slot * sum_layout.slots, sum_layout, lane), rstd,
+                                     scalars.inverse_cols);
+      }
+      const RowIndex index(p.shape, row - step);
+      T* grad_input = row_of<T>(p.grad_input, index) + slice_col + col_of_slice;
+      R* grad_residual = row_of<R>(p.grad_residual, index) + slice_col + col_of_slice;
+      if constexpr (kWantsInput && kLag > 0)
+        load_run<Aligned>(h_in(previous + layout.dh, p.grad_residual_out, index), kRun, dh_run);
+      Words<T, N> input_run[V];
+      Words<R, N> residual_run[V];
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        float dy[N], h[N];
+        unpack(dy_run[v], dy);
+        unpack(h_run[v], h);
+        if constexpr (kWantsWeight) add_weight_gradient(grad_weight[v], dy, h, rstd);
+        if constexpr (kWantsInput) {
+          float dx[N];
+          unpack(dh_run[v], dx);
+          input_gradient(dx, dy, h, scale[v], rstd, projection);
+          input_run[v] = pack<T, N>(dx);
+          residual_run[v] = pack<R, N>(dx);
+        }
+      }
+      if constexpr (kWantsInput) {
+        if (std::is_same_v<T, R> || p.grad_input.data != nullptr) {
+          store_run<Aligned>(grad_input, remaining, input_run, lane, kWarp);
+        }
+        if (!std::is_same_v<T, R> && p.grad_residual.data != nullptr) {
+          store_run<Aligned>(grad_residual, remaining, residual_run, lane, kWarp);
+        }
+      }
+    }
+
+    if (i >= 0 && row < rows) {  // the sum of this iteration's row
+      rstd = static_cast<const float*>(p.rstd)[row];
+      filled[stage].wait(phase);
+      const RowIndex index(p.shape, row);
+      load_run<Aligned>(dy_in(at, index), kRun, dy_run);
+      load_run<Aligned>(h_in(at + layout.h, p.residual_out, index), kRun, h_run);
+      if constexpr (kWantsInput) {
+        if constexpr (kLag == 0)
+          load_run<Aligned>(h_in(at + layout.dh, p.grad_residual_out, index), kRun, dh_run);
         float products[V];
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -156,57 +201,13 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
       }
     }
 
-    if (i > 0) {  // the gradients of the iteration before
-      float projection = 0;
-      if constexpr (kWantsInput) {
-        const int slot = (i - 1) % kSumSlots;
-        if (cluster > 1) exchanged[slot].wait_for_peers((i - 1) / kSumSlots);
-        projection = mean_projection(add_warp_sums<V>(sums + slot * sum_layout.slots, sum_layout, lane), rstd,
-                                     scalars.inverse_cols);
-      }
-      const RowIndex index(p.shape, row - step);
-      T* grad_input = row_of<T>(p.grad_input, index) + slice_col + col_of_slice;
-      R* grad_residual = row_of<R>(p.grad_residual, index) + slice_col + col_of_slice;
-      const O* dy_at = dy_in(previous, index);
-      const R* h_at = h_in(previous + layout.h, p.residual_out, index);
-      const R* dh_at = h_in(previous + layout.dh, p.grad_residual_out, index);
-      Words<O, N> dy_run[V];
-      Words<R, N> h_run[V], dh_run[V];
-      load_run<Aligned>(dy_at, kRun, dy_run);
-      load_run<Aligned>(h_at, kRun, h_run);
-      if constexpr (kWantsInput) load_run<Aligned>(dh_at, kRun, dh_run);
-      Words<T, N> input_run[V];
-      Words<R, N> residual_run[V];
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        float dy[N], h[N];
-        unpack(dy_run[v], dy);
-        unpack(h_run[v], h);
-        if constexpr (kWantsWeight) add_weight_gradient(grad_weight[v], dy, h, rstd);
-        if constexpr (kWantsInput) {
-          float dx[N];
-          unpack(dh_run[v], dx);
-          input_gradient(dx, dy, h, scale[v], rstd, projection);
-          input_run[v] = pack<T, N>(dx);
-          residual_run[v] = pack<R, N>(dx);
-        }
-      }
-      if constexpr (kWantsInput) {
-        if (std::is_same_v<T, R> || p.grad_input.data != nullptr) {
-          store_run<Aligned>(grad_input, remaining, input_run, lane, kWarp);
-        }
-        if (!std::is_same_v<T, R> && p.grad_residual.data != nullptr) {
-          store_run<Aligned>(grad_residual, remaining, residual_run, lane, kWarp);
-        }
-      }
-    }
-    rstd = next_rstd;
-
-    // This iteration's sums are written, and the stage before has been read: it is filled again.
+    // This iteration's sums are written, and this stage, or the one before, has been read: it is filled
+    // again.
     if (i >= 0) team_barrier(team, threads);
-    const int64_t row_ahead = row + (stages - 1) * step;
+    const int64_t row_ahead = row + (stages - kLag) * step;
     if (threadIdx.x < kWarp && row_ahead < rows) {
-      fill(row_ahead, i < 0 ? i + stages - 1 : stage == 0 ? stages - 1 : stage - 1);
+      const int read = stage >= kLag ? stage - kLag : stages - 1;
+      fill(row_ahead, i < 0 ? i + stages - kLag : read);
     }
     if (i == -1) {  // the first rows are on their way
       const W* weight = static_cast<const W*>(p.weight.data) + slice_col + col_of_slice;
@@ -237,15 +238,14 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
 template <class T, class R, class O, class W, bool Aligned>
 cudaError_t launch_as(const BackwardParams& p, const BackwardConfig& config, void* grad_weight_partials,
                       const Queue& queue) {
-  constexpr int N = kVectorElements<T>;
-  const int64_t vectors = div_up(p.shape.cols, N);
-  const RingLayout layout = ring_layout(config, vectors, N * sizeof(O), N * sizeof(R), Aligned);
+  const RowShape row = row_shape(p.shape.cols, sizeof(T), sizeof(O), sizeof(R));
+  const RingLayout layout = ring_layout(config, row, Aligned);
   const Launch how = {backward_blocks(config, p.shape.rows, queue.gpu), dim3(config.threads, config.teams),
                       config.cluster, layout.bytes};
   const auto launch_with = [&](auto wants) {
     constexpr auto kernel = backward_in_a_ring<T, R, O, W, decltype(wants)::value, Aligned>;
     return launch<kernel>(how, queue, p, Scalars<float>(p.shape, p.weight, p.offset), config,
-                          sum_layout(vectors, config.vectors_per_thread, config.threads * config.cluster),
+                          sum_layout(row.vectors, config.vectors_per_thread, config.threads * config.cluster),
                           layout, static_cast<float*>(grad_weight_partials));
   };
   if (p.grad_weight == nullptr) return launch_with(Constant<kWantsGradInput>());

@@ -57,6 +57,20 @@ inline SumLayout sum_layout(int64_t vectors, int vectors_per_thread, int threads
   return layout;
 }
 
+// A row as the configurations see it.
+struct RowShape {
+  int64_t vectors;     // 16 bytes of input each
+  int elements;        // of a vector
+  int out_bytes;       // of a vector's elements in out and its gradient
+  int residual_bytes;  // of a vector's elements in residual, residual_out and their gradients
+};
+
+// Item sizes in bytes.
+inline RowShape row_shape(int64_t cols, int input_item, int out_item, int residual_item) {
+  const int elements = 16 / input_item;
+  return {div_up(cols, elements), elements, elements * out_item, elements * residual_item};
+}
+
 inline int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); }
 
 // Forward.
@@ -69,15 +83,13 @@ enum class ForwardKernel {
 struct ForwardConfig {
   ForwardKernel kernel = ForwardKernel::kLoop;
   int threads = kMaxThreads;   // a row and block: a power of two up to 32, or a multiple of 32
-  int vectors_per_thread = 0;  // 1, 2 or 4 in registers, else kSharedVectors
+  int vectors_per_thread = 0;  // 1, 2, 4 or 8 in registers, else kSharedVectors
   int rows_per_block = 1;      // kRegisters
   int cluster = 1;             // blocks a row (Hopper)
 };
 
-// A block of kRegisters, by vectors a thread: its threads at most, and how many such blocks an SM's registers
-// hold at the least.
-constexpr int forward_threads(int vectors) { return vectors == 4 ? 256 : kMaxThreads; }
-constexpr int forward_blocks_per_sm(int vectors) { return vectors == 4 ? 3 : 1; }
+// A block's threads at most, of kRegisters, by vectors a thread.
+constexpr int forward_threads(int vectors) { return vectors >= 4 ? 256 : kMaxThreads; }
 
 constexpr int kSharedThreads = 512;  // at most in a block
 constexpr int kSharedVectors = 4;    // a thread
@@ -122,9 +134,9 @@ inline int64_t forward_blocks(const ForwardConfig& config, int64_t rows) {
   return div_up(rows, config.rows_per_block) * config.cluster;
 }
 
-// `vectors`: in a row, 16 bytes of the narrowest tensor each; `aligned`: as in launch_forward.
-inline ForwardConfig forward_config(int64_t vectors, int64_t rows, int residual_vector_bytes, bool aligned,
-                                    const Gpu& gpu) {
+// `aligned`: as in launch_forward.
+inline ForwardConfig forward_config(const RowShape& row, int64_t rows, bool aligned, const Gpu& gpu) {
+  const int64_t vectors = row.vectors;
   if (vectors <= kWarpThreads) {  // several rows a warp
     ForwardConfig config = forward_in_registers(vectors, 1);
     config.rows_per_block = 256 / config.threads;
@@ -142,24 +154,26 @@ inline ForwardConfig forward_config(int64_t vectors, int64_t rows, int residual_
     if (vectors == 1024 && rows <= gpu.sms) return forward_in_registers(vectors, 1, std::min(2, widest));
     return forward_in_registers(vectors, vectors <= 512 && rows <= gpu.sms / 2 ? 1 : v);
   }
-  if (widest > 1 && rows <= gpu.sms / 2 && vectors <= int64_t{2} * kMaxThreads * v)
+  if (widest > 1 && rows <= 2 * gpu.sms && vectors <= int64_t{rows <= gpu.sms / 2 ? 2 : 1} * kMaxThreads * v)
     return forward_in_registers(vectors, v, 2);
-  // A launch of a few waves ends sooner with fewer threads a row.
-  if (aligned && residual_vector_bytes == 16 && rows * vectors <= int64_t{16384} * gpu.sms &&
-      (vectors == 512 || (vectors == 1024 && widest > 1)))
-    return forward_in_registers(vectors, 4, static_cast<int>(vectors / 512));
+  // Long rows: blocks of 256 threads with 4 vectors each, in clusters as large as that takes; of 128 threads
+  // where the launch is a few waves, which then ends sooner. Beyond the largest cluster 8 vectors a thread of
+  // fp32, whose registers they fit; an fp32 residual beside a 16-bit input leaves none for that.
+  const bool few_waves = rows * vectors <= int64_t{16384} * gpu.sms;
+  if (aligned && (vectors > 1024 ? widest > 1 : few_waves && vectors % 512 == 0)) {
+    const int largest = gpu.clusters[log2_of(kMaxCluster)] > 0 ? kMaxCluster : widest;
+    const int cluster = std::min(next_power_of_two(div_up(vectors, few_waves ? 512 : 1024)), largest);
+    ForwardConfig config = forward_in_registers(vectors, 4, cluster);
+    if (row.residual_bytes > 16 && vectors > 8192) config = forward_in_registers(vectors, 2, widest);
+    if (row.elements <= 4 && config.threads > forward_threads(4))
+      config = forward_in_registers(vectors, 8, cluster);
+    if (config.threads <= forward_threads(config.vectors_per_thread)) return config;
+  }
   if (aligned && vectors <= 1024) {
     ForwardConfig config = forward_in_registers(vectors, 2);
     const bool many = rows >= 64 * gpu.sms;
     config.rows_per_block = config.threads == 32 || (config.threads == 256 && many) ? 2 : 1;
     return config;
-  }
-  // Up to 64 KiB of residual a row, the registers of eight blocks, or of two where eight would idle more
-  // lanes.
-  if (aligned && widest == kPortableCluster && vectors * 16 <= int64_t{4096} * residual_vector_bytes) {
-    const ForwardConfig eight = forward_in_registers(vectors, 2, widest),
-                        two = forward_in_registers(vectors, 2, 2);
-    return two.threads <= kMaxThreads && 2 * two.threads < widest * eight.threads ? two : eight;
   }
   for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
     const int64_t slice = div_up(vectors, cluster);
@@ -168,7 +182,7 @@ inline ForwardConfig forward_config(int64_t vectors, int64_t rows, int residual_
     const bool split = cluster > 1 && slice > 1024, idle_sms = 2 * cluster * rows <= gpu.sms;
     if ((split || idle_sms) && cluster < widest) continue;
     const ForwardConfig config = forward_through_shared(vectors, cluster);
-    if (slice_layout(config, vectors, 8, 16, residual_vector_bytes).bytes <= gpu.shared_bytes) return config;
+    if (slice_layout(config, vectors, 8, 16, row.residual_bytes).bytes <= gpu.shared_bytes) return config;
   }
   if (vectors <= int64_t{kMaxThreads} * v) return forward_in_registers(vectors, v);
   return {};
@@ -203,12 +217,12 @@ constexpr int backward_threads(int vectors) { return vectors == 4 ? 256 : 512; }
 // A ring's threads in a block, at most, and vectors a thread: unaligned, a run's shifts and ends cost less in
 // a longer one, as far as the registers hold it.
 constexpr int ring_threads(bool aligned) { return aligned ? 512 : 384; }
-constexpr int ring_vectors(bool aligned, int residual_vector_bytes) {
-  return aligned || residual_vector_bytes > 16 ? 2 : 4;
+constexpr int ring_vectors(bool aligned, int residual_bytes) {
+  return aligned || residual_bytes > 16 ? 2 : 4;
 }
 
 constexpr int kMaxStages = 4;
-constexpr int kMinStages = 3;
+constexpr int min_stages(bool aligned) { return aligned ? 2 : 3; }  // two are on their way (backward_ring.cu)
 constexpr int kSumSlots = 4;  // a peer can be one iteration behind in reading and another ahead in writing
 
 // A ring block's shared memory: barriers of 8 bytes, sums, stages. Offsets and sizes in bytes.
@@ -217,11 +231,9 @@ struct RingLayout {
   int h, dh;  // in a stage, behind dy
 };
 
-// vector_bytes and residual_vector_bytes: a vector of grad_out and of residual_out. Unaligned, a row takes
-// the 16-byte blocks around it and starts anywhere in a line.
-inline RingLayout ring_layout(const BackwardConfig& config, int64_t vectors, int vector_bytes,
-                              int residual_vector_bytes, bool aligned) {
-  const int slots = sum_layout(vectors, config.vectors_per_thread, config.threads * config.cluster).slots;
+// Unaligned, a row takes the 16-byte blocks around it and starts anywhere in a line.
+inline RingLayout ring_layout(const BackwardConfig& config, const RowShape& row, bool aligned) {
+  const int slots = sum_layout(row.vectors, config.vectors_per_thread, config.threads * config.cluster).slots;
   const auto row_bytes = [&](int of_a_vector) {
     return round_up(config.threads * config.vectors_per_thread * of_a_vector + (aligned ? 0 : kLineBytes),
                     kLineBytes);
@@ -229,9 +241,9 @@ inline RingLayout ring_layout(const BackwardConfig& config, int64_t vectors, int
   RingLayout layout;
   layout.sums = round_up(8 * config.teams * (kMaxStages + kSumSlots), 16);
   layout.ring = round_up(layout.sums + 4 * config.teams * kSumSlots * slots, kLineBytes);
-  layout.h = row_bytes(vector_bytes);
-  layout.dh = layout.h + row_bytes(residual_vector_bytes);
-  layout.stage_bytes = layout.dh + row_bytes(residual_vector_bytes);
+  layout.h = row_bytes(row.out_bytes);
+  layout.dh = layout.h + row_bytes(row.residual_bytes);
+  layout.stage_bytes = layout.dh + row_bytes(row.residual_bytes);
   layout.bytes = layout.ring + config.teams * config.stages * layout.stage_bytes;
   return layout;
 }
@@ -252,46 +264,51 @@ inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gp
   return parts == 1 && config.kernel != BackwardKernel::kLoop ? 0 : parts;
 }
 
-// Twelve warps with two vectors a thread and three stages each have enough bytes on their way and work them
-// off as they come; with more, the memory is slower, and more is left to do when the last ones have come. A
-// larger cluster where a block would have more or fewer warps; nothing where a row does not fit. Unaligned
-// rows take more registers, and leave ten warps.
-inline BackwardConfig backward_ring_config(int64_t vectors, int64_t rows, int vector_bytes,
-                                           int residual_vector_bytes, bool aligned, const Gpu& gpu) {
-  const int enough_threads = aligned ? 384 : 320, most_threads = aligned ? 480 : ring_threads(aligned);
-  const int enough_bytes = aligned ? std::min(gpu.shared_bytes, 152 * 1024) : gpu.shared_bytes;
+// Twelve warps with two vectors a thread have enough bytes on their way and work them off as they come; with
+// more, the memory is slower, and more is left to do when the last ones have come. Six warps do it beside an
+// fp32 residual, and short rows of four bytes an element take three teams. A larger cluster where a block
+// would have more or fewer; nothing where a row does not fit. Unaligned rows take more registers, and leave
+// ten warps.
+inline BackwardConfig backward_ring_config(const RowShape& row, int64_t rows, bool aligned, const Gpu& gpu) {
+  const bool mixed = row.residual_bytes > 16, wide = row.residual_bytes == 4 * row.elements;
+  const bool is_short = row.vectors * row.elements <= 4096;
+  const int enough_threads = !aligned ? 320 : mixed ? 192 : 384;
+  const int most_threads = !aligned ? ring_threads(aligned) : mixed ? 320 : 480;
+  const int fewest_teams = !aligned || !wide ? 1 : is_short ? 3 : mixed ? 2 : 1;
+  const int enough_bytes = aligned ? std::min(gpu.shared_bytes, 112 * 1024) : gpu.shared_bytes;
   for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
     BackwardConfig config;
     config.kernel = BackwardKernel::kRing;
-    config.vectors_per_thread = ring_vectors(aligned, residual_vector_bytes);
-    config.stages = kMinStages;
+    config.vectors_per_thread = ring_vectors(aligned, row.residual_bytes);
+    config.stages = min_stages(aligned);
     config.cluster = cluster;
-    config.threads = threads_of_row(div_up(vectors, cluster), config.vectors_per_thread);
-    const auto fits = [&](int bytes) {
-      return ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= bytes;
-    };
+    config.threads = threads_of_row(div_up(row.vectors, cluster), config.vectors_per_thread);
+    const auto fits = [&](int bytes) { return ring_layout(config, row, aligned).bytes <= bytes; };
     const int64_t clusters = gpu.clusters[log2_of(cluster)];
     if (config.threads > ring_threads(aligned) || clusters == 0 || !fits(gpu.shared_bytes)) continue;
-    const int enough = static_cast<int>(div_up(enough_threads, config.threads));
+    const int enough = std::max(fewest_teams, static_cast<int>(div_up(enough_threads, config.threads)));
     if (enough > 1 && enough * config.threads > most_threads && cluster < kMaxCluster) continue;
     const int most = std::min(enough, ring_threads(aligned) / config.threads);
     config.teams = static_cast<int>(std::min<int64_t>(most, div_up(rows, clusters)));  // none without a row
     while (config.teams > 1 && !fits(enough_bytes)) --config.teams;
     // Too few warps for unaligned mixed rows, where a stage is large.
     if (!aligned && cluster == 1 && config.teams < enough && config.teams * config.threads < 256) continue;
+    if (aligned) {  // one more stage where there is room
+      ++config.stages;
+      if (!fits(enough_bytes)) --config.stages;
+    }
     return config;
   }
   return {};
 }
 
-// vector_bytes and residual_vector_bytes as in ring_layout.
-inline BackwardConfig backward_config(int64_t vectors, int64_t rows, int vector_bytes,
-                                      int residual_vector_bytes, bool aligned, bool ring, const Gpu& gpu) {
+inline BackwardConfig backward_config(const RowShape& row, int64_t rows, bool aligned, bool ring,
+                                      const Gpu& gpu) {
+  const int64_t vectors = row.vectors;
   // The registers hold enough of short rows, and few rows are done before a ring has started.
   const bool few = rows <= gpu.sms, some = rows <= 4 * gpu.sms;
   if (ring && vectors > kWarpThreads && !(some && vectors <= 1024)) {
-    const BackwardConfig config =
-        backward_ring_config(vectors, rows, vector_bytes, residual_vector_bytes, aligned, gpu);
+    const BackwardConfig config = backward_ring_config(row, rows, aligned, gpu);
     if (config.kernel == BackwardKernel::kRing) return config;
   }
   BackwardConfig config;

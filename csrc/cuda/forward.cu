@@ -11,9 +11,13 @@ namespace {
 // the next kernel's blocks would wait in its place.
 constexpr int kBlocksThatLaunchFirst = 64;
 
+// Resident on an SM at the least; the registers of an fp32 weight, or of 8 vectors, are too many for three.
+template <class T, class W, int V>
+constexpr int kBlocksPerSm = V == 4 && sizeof(W) == sizeof(T) ? 3 : 1;
+
 // A row in the registers of `threads` threads each of `cluster` blocks: read once, written once.
 template <class T, class R, class O, class W, int V, bool Aligned>
-__global__ void __launch_bounds__(forward_threads(V), forward_blocks_per_sm(V))
+__global__ void __launch_bounds__(forward_threads(V), kBlocksPerSm<T, W, V>)
     forward_in_registers(const __grid_constant__ ForwardParams p,
                          const __grid_constant__ Scalars<Accumulate<T>> scalars,
                          const __grid_constant__ ForwardConfig config,
@@ -160,9 +164,10 @@ cudaError_t launch_as(const ForwardParams& p, const ForwardConfig& config, const
     return launch<kernel>(how, queue, p, scalars, config, layout);
   };
   if constexpr (Aligned) {
-    if constexpr (sizeof(T) == sizeof(R)) {
-      if (config.vectors_per_thread == 4) return launch_with(Constant<4>());
+    if constexpr (sizeof(T) >= 4) {
+      if (config.vectors_per_thread == 8) return launch_with(Constant<8>());
     }
+    if (config.vectors_per_thread == 4) return launch_with(Constant<4>());
     if (config.vectors_per_thread == 2) return launch_with(Constant<2>());
   }
   return config.vectors_per_thread == 1 ? launch_with(Constant<1>()) : cudaErrorInvalidConfiguration;

@@ -31,12 +31,15 @@ __device__ __forceinline__ void copy_run(T* to, const T* from, int count, bool l
 #endif
 }
 
-// Resident on an SM at the least: bytes enough on their way. (sm_75 holds 1024 threads.)
+// Registers a thread, at most, for bytes enough on their way: an SM holds three blocks of 512 threads or,
+// unaligned, seven of 160. (sm_75 holds 1024 threads in all.)
 template <bool Aligned>
-constexpr int kSharedBlocks = !Aligned || !FUSED_HOPPER ? 2 : 3;
+constexpr int kSharedRegisters = !Aligned       ? 56
+                                 : FUSED_HOPPER ? 40
+                                                : 64;
 
 template <class T, class R, class O, class W, bool Aligned>
-__global__ void __launch_bounds__(kSharedThreads, kSharedBlocks<Aligned>)
+__global__ void __maxnreg__(kSharedRegisters<Aligned>)
     forward_through_shared(const __grid_constant__ ForwardParams p,
                            const __grid_constant__ Scalars<Accumulate<T>> scalars,
                            const __grid_constant__ ForwardConfig config,
@@ -112,17 +115,21 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocks<Aligned>)
 
   // The vectors of out that start on 16 bytes start where a thread's own do, or `ahead` elements before.
   const int ahead = Aligned ? 0 : misalignment(at.out) / static_cast<int>(sizeof(O));
-  const bool x_level = misalignment(x - ahead) == 0, r_level = misalignment(r - ahead) == 0;
+  const bool x_level = misalignment(x - ahead) == 0, r_level = !has_residual || misalignment(r - ahead) == 0;
+  const auto load_whole = [](const auto* from, bool level) {
+    using E = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
+    return Aligned || level ? load_part<true, E, N>(from, 0, N) : load_part<false, E, N>(from, 0, N);
+  };
   // The results of the vector at col, of which elements [begin, end) are the slice's.
   const auto finish = [&](int col, int begin, int end) {
     Words<T, N> x_run[1];
     Words<R, N> r_run[1];
     if (x_level && r_level) {  // as a rule, by one branch
-      load_whole<Aligned>(x + col, true, x_run);
-      if (has_residual) load_whole<Aligned>(r + col, true, r_run);
+      x_run[0] = load_whole(x + col, true);
+      if (has_residual) r_run[0] = load_whole(r + col, true);
     } else {
-      load_whole<Aligned>(x + col, x_level, x_run);
-      if (has_residual) load_whole<Aligned>(r + col, r_level, r_run);
+      x_run[0] = load_whole(x + col, x_level);
+      if (has_residual) r_run[0] = load_whole(r + col, r_level);
     }
     Words<W, N> w[1] = {};
     if (has_weight) w[0] = load_part<Aligned, W, N>(weight + col, begin, end);

@@ -231,13 +231,6 @@ __device__ __forceinline__ void load_run(const T* from, int remaining, Words<T, 
   align_run(fetched, from, remaining, run);
 }
 
-// A run all of which may be read. level: it starts on 16 bytes.
-template <bool Aligned, class T, int N, int V>
-__device__ __forceinline__ void load_whole(const T* from, bool level, Words<T, N> (&run)[V]) {
-  constexpr int kAll = V * kWarp * N;
-  Aligned || level ? load_run<true>(from, kAll, run) : load_run<false>(from, kAll, run);
-}
-
 template <bool Aligned, class T, int N>
 __device__ __forceinline__ Words<T, N> load(const T* from, int remaining) {
   Words<T, N> run[1];

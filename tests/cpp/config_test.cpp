@@ -39,8 +39,9 @@ void check_sums(const SumLayout& layout, int64_t vectors, int vectors_per_thread
         "slots for every warp and whole octets");
 }
 
-void check_forward(int64_t vectors, int64_t rows, int residual_vector_bytes, bool aligned, const Gpu& gpu) {
-  const ForwardConfig config = forward_config(vectors, rows, residual_vector_bytes, aligned, gpu);
+void check_forward(const RowShape& row, int64_t rows, bool aligned, const Gpu& gpu) {
+  const ForwardConfig config = forward_config(row, rows, aligned, gpu);
+  const int64_t vectors = row.vectors;
   const int v = config.vectors_per_thread;
   check(forward_blocks(config, rows) / config.cluster * config.rows_per_block >= rows,
         "a block for every row");
@@ -53,7 +54,7 @@ void check_forward(int64_t vectors, int64_t rows, int residual_vector_bytes, boo
   check(gpu.clusters[log2_of(config.cluster)] > 0, "clusters that are scheduled");
   check_sums(sum_layout(vectors, v, config.threads * config.cluster), vectors, v);
   if (config.kernel == ForwardKernel::kRegisters) {
-    check(v == 1 || (v == 2 && aligned) || (v == 4 && aligned && residual_vector_bytes == 16),
+    check(v == 1 || (aligned && (v == 2 || v == 4 || (v == 8 && row.elements <= 4))),
           "a kernel that is compiled");
     check(config.threads * config.rows_per_block <= forward_threads(v), "a block that fits");
     check(config.threads >= kWarpThreads || v == 1, "one vector a thread where rows share a warp");
@@ -61,14 +62,13 @@ void check_forward(int64_t vectors, int64_t rows, int residual_vector_bytes, boo
   }
   check(v == kSharedVectors && config.rows_per_block == 1, "a kernel that is compiled");
   check(config.threads >= kWarpThreads && config.threads <= kSharedThreads, "a block that fits");
-  check(slice_layout(config, vectors, 8, 16, residual_vector_bytes).bytes <= gpu.shared_bytes,
+  check(slice_layout(config, vectors, 8, 16, row.residual_bytes).bytes <= gpu.shared_bytes,
         "a slice that fits");
 }
 
-void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residual_vector_bytes, bool aligned,
-                    bool ring, const Gpu& gpu) {
-  const BackwardConfig config =
-      backward_config(vectors, rows, vector_bytes, residual_vector_bytes, aligned, ring, gpu);
+void check_backward(const RowShape& row, int64_t rows, bool aligned, bool ring, const Gpu& gpu) {
+  const BackwardConfig config = backward_config(row, rows, aligned, ring, gpu);
+  const int64_t vectors = row.vectors;
   const int v = config.vectors_per_thread;
   const int64_t blocks = backward_blocks(config, rows, gpu);
   check(blocks >= 1 && blocks % config.cluster == 0, "whole clusters");
@@ -89,13 +89,13 @@ void check_backward(int64_t vectors, int64_t rows, int vector_bytes, int residua
     return;
   }
   check(ring && gpu.hopper, "a ring only where it can be used");
-  check(v == ring_vectors(aligned, residual_vector_bytes), "a kernel that is compiled");
-  check(config.stages >= kMinStages && config.stages <= kMaxStages, "stages enough to make progress");
+  check(v == ring_vectors(aligned, row.residual_bytes), "a kernel that is compiled");
+  check(config.stages >= min_stages(aligned) && config.stages <= kMaxStages,
+        "stages enough to make progress");
   check(config.threads >= kWarpThreads && config.threads * config.teams <= ring_threads(aligned),
         "a block that fits");
   check(config.teams < 16, "a named barrier for every team");
-  check(ring_layout(config, vectors, vector_bytes, residual_vector_bytes, aligned).bytes <= gpu.shared_bytes,
-        "stages that fit");
+  check(ring_layout(config, row, aligned).bytes <= gpu.shared_bytes, "stages that fit");
   check(gpu.clusters[log2_of(config.cluster)] > 0, "clusters that are scheduled");
 }
 
@@ -105,24 +105,18 @@ int main() {
   check(workers(4096, 264) == 256 && workers(5, 132) == 5 && workers(133, 132) == 67,
         "an even share of turns");
   for (cols = 1; cols <= 300000; ++cols) {
-    for (const int vector_elements : {8, 4, 2}) {
-      const int64_t vectors = div_up(cols, vector_elements);
+    for (const RowShape& row : {row_shape(cols, 2, 2, 2), row_shape(cols, 2, 2, 4), row_shape(cols, 2, 4, 4),
+                                row_shape(cols, 4, 4, 4), row_shape(cols, 8, 8, 8)}) {
       for (const bool aligned : {true, false}) {
         for (const Gpu& gpu : {kHopper, kWorkstation, kPart, kTuring}) {
-          for (const int64_t rows : {1, 2, 16, 17, 64, 132, 133, 264, 265, 4096, 1000000}) {
-            for (const int residual_vector_bytes : {16, 32})
-              check_forward(vectors, rows, residual_vector_bytes, aligned, gpu);
-          }
-        }
-        for (const Gpu& gpu : {kHopper, kWorkstation, kPart, kTuring})
+          for (const int64_t rows : {1, 2, 16, 17, 64, 132, 133, 264, 265, 4096, 1000000})
+            check_forward(row, rows, aligned, gpu);
           for (const int64_t rows : {int64_t{1}, int64_t{gpu.sms}, int64_t{gpu.sms} + 1, int64_t{1000}})
-            check_backward(vectors, rows, 0, 0, aligned, false, gpu);
-        for (const int residual_vector_bytes :
-             {16, 32}) {  // a 16-bit input's vector under its own dtype, and under fp32
-          for (const int64_t rows : {1, 64, 132, 133, 200, 1000000}) {
-            for (const Gpu& gpu : {kHopper, kWorkstation, kPart})
-              check_backward(vectors, rows, 16, residual_vector_bytes, aligned, true, gpu);
-          }
+            check_backward(row, rows, aligned, false, gpu);
+        }
+        if (row.elements == 2) continue;  // fp64 has no ring
+        for (const int64_t rows : {1, 64, 132, 133, 200, 1000000}) {
+          for (const Gpu& gpu : {kHopper, kWorkstation, kPart}) check_backward(row, rows, aligned, true, gpu);
         }
       }
     }

@@ -24,12 +24,14 @@
 #undef __global__
 #undef __grid_constant__
 #undef __launch_bounds__
+#undef __maxnreg__
 #undef __shared__
 #define __device__
 #define __forceinline__ inline
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 // One block of a host thread runs at a time; blocks of a cluster have dynamic shared memory alone.
 #define __shared__ static thread_local
 
