@@ -34,9 +34,10 @@ class Stream:
 
     def add(self, other: Any) -> Any:
         """``self + other``: pending where `other` is a branch of the stream's shape."""
-        if isinstance(other, Tensor) and other.shape == self.shape:
-            return Stream(self.tensor(), other)
-        return torch.add(self.tensor(), plain(other))
+        base = self.base if self.branch is None else self.tensor()
+        if isinstance(other, Tensor) and other.shape == base.shape:
+            return Stream(base, other)
+        return torch.add(base, plain(other))
 
     __add__ = __radd__ = add
 
