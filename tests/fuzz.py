@@ -1,6 +1,6 @@
 """Random calls of the operators against reference.py. In test_fuzz.py hypothesis chooses them; as a program,
 
-    python tests/fuzz.py --device cuda --examples 20000 --jobs 8 --json summary.json
+    python tests/fuzz.py --device cuda --examples 20000 --json summary.json
 
 a seeded generator does, until so many have gone through forward and backward. A failure prints its seed:
 `--seed SEED --examples 1` repeats it.
@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import random
 import sys
 import time
@@ -244,6 +245,7 @@ def check(case: Case, arena: Arena) -> str:
 
 def run(first: int, examples: int, device: str, deadline: float) -> tuple[Counter[str], list[int]]:
     """What was done, how often, and the seeds that failed."""
+    torch.set_num_threads(1)  # the cores are taken
     arena = Arena(device, ARENA_BYTES)
     done: Counter[str] = Counter()
     both, failures = 0, []
@@ -267,7 +269,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--examples", type=int, default=20_000, help="that go through forward and backward")
     parser.add_argument("--seed", type=int, help="of the first example; random where not given")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, each with a part of the examples")
+    parser.add_argument(
+        "--jobs", type=int, help="processes, each with a part of the examples: one a core, four on a GPU"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which it ends in any case")
     parser.add_argument("--json", type=Path, help="where to write the summary")
     options = parser.parse_args()
@@ -275,16 +279,16 @@ def main() -> int:
     first = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     print(f"{options.examples} examples on {options.device}, seeds from {first} on", flush=True)
     start = time.time()
-    part = math.ceil(options.examples / options.jobs)
+    cores = os.cpu_count() or 1
+    jobs = options.jobs or (min(cores, 4) if options.device == "cuda" else cores)
+    part = math.ceil(options.examples / jobs)
     arguments = (options.device, start + options.seconds)
-    if options.jobs == 1:
+    if jobs == 1:
         parts = [run(first, part, *arguments)]
     else:
-        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
             # Ten seeds an example are more than are ever passed over.
-            parts = pool.starmap(
-                run, [(first + i * 10 * part, part, *arguments) for i in range(options.jobs)]
-            )
+            parts = pool.starmap(run, [(first + i * 10 * part, part, *arguments) for i in range(jobs)])
     done = sum((done for done, _ in parts), Counter[str]())
     failures = [seed for _, failed in parts for seed in failed]
     summary = {
