@@ -68,11 +68,15 @@ def shares(results: Results) -> Iterator[Verdict]:
 
 
 def best_peer(results: Results, section: str, case: str) -> tuple[str, float, float] | None:
-    """The peer that comes closest to this project: its name, its time over ours, and the spread of that. In
-    place is compared with in place."""
+    """The peer that comes closest to this project: its name, its time a byte over ours, and the spread of
+    that. In place is compared with in place."""
     records = results.measured(section, case)
     pairs = [
-        (name, peer["us"] / ours["us"], max(half_spread(peer), half_spread(ours)) / ours["us"])
+        (
+            name,
+            peer["us"] / peer["bytes"] * ours["bytes"] / ours["us"],
+            max(half_spread(peer) / peer["us"], half_spread(ours) / ours["us"]),
+        )
         for name, peer in records.items()
         if not is_project(name) and name not in COPIES
         for own, ours in records.items()
@@ -88,14 +92,15 @@ def against_peers(results: Results) -> Iterator[Verdict]:
             if closest is None:
                 continue
             name, ratio, spread = closest
-            yield Verdict(f"{section}, {case}: a peer's time over ours", ratio, 1 - spread, True, name)
+            yield Verdict(f"{section}, {case}: a peer's time a byte over ours", ratio, 1 - spread, True, name)
             rows, cols = (
                 results.measured(section, case)[name]["rows"],
                 results.measured(section, case)[name]["cols"],
             )
             far_ahead = cols >= 16384 or (rows, cols) == SQUARE
             if section == "backward" and case.endswith("bf16") and far_ahead:
-                yield Verdict(f"{section}, {case}: the best peer's time over ours", ratio, 1.3, True, name)
+                target = f"{section}, {case}: the best peer's time a byte over ours"
+                yield Verdict(target, ratio, 1.3, True, name)
 
 
 def latencies(results: Results) -> Iterator[Verdict]:

@@ -199,17 +199,17 @@ def test_targets_are_met_or_missed_by_what_was_measured(tmp_path: Path) -> None:
     (missed,) = verdicts(bad, name).values()
     assert met.met and met.margin == "met by 0.020"
     assert not missed.met and missed.value == pytest.approx(0.8) and missed.margin == "MISSED by 0.170"
-    ahead = "backward, 4096 x 4096 bf16: a peer's time over ours"
+    ahead = "backward, 4096 x 4096 bf16: a peer's time a byte over ours"
     assert verdicts(good, ahead)[ahead].met
     assert not verdicts(bad, ahead)[ahead].met
     assert not verdicts(good, "backward, 4096 x 4096 bf16: the best peer")[
-        "backward, 4096 x 4096 bf16: the best peer's time over ours"
+        "backward, 4096 x 4096 bf16: the best peer's time a byte over ours"
     ].met, "1.1 times the best peer is not 1.3"
 
 
 def test_a_peer_within_the_spread_is_not_ahead(tmp_path: Path) -> None:
     results = write_results(tmp_path / "results", peer=0.998)
-    ahead = "forward, 16384 x 4096 bf16: a peer's time over ours"
+    ahead = "forward, 16384 x 4096 bf16: a peer's time a byte over ours"
     assert verdicts(results, ahead)[ahead].met
 
 
