@@ -9,6 +9,7 @@ from reference import assert_rounds_to, backward, forward
 import fused_add_rms_norm as fused
 
 HIDDEN = [1, 2, 7, 8, 63, 64, 127, 128, 256, 257, 512, 576, 1536, 2880, 4096, 5120, 7168, 8191, 8192, 8200]
+MIXED = torch.bfloat16, torch.float32
 LONG = [12288, 16384, 32768, 65535, 65536, 65537, 131072, 262144, 262152, 300001]
 
 
@@ -43,18 +44,21 @@ def test_hidden_sizes_under_an_fp32_residual(device, cols):
     check(3, cols, torch.bfloat16, device, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype, residual_dtype", [(torch.bfloat16, None), MIXED, (torch.float32, None)])
 @pytest.mark.parametrize("cols", LONG)
-def test_long_rows(device, cols, dtype):
-    check(2, cols, dtype, device)
+def test_long_rows(device, cols, dtype, residual_dtype):
+    check(2, cols, dtype, device, residual_dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype, residual_dtype",
+    [*((d, None) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)), MIXED],
+)
 @pytest.mark.parametrize("cols", [*HIDDEN, 1024, 2048, *LONG])
-def test_enough_rows_for_every_multiprocessor(cols, dtype):
+def test_enough_rows_for_every_multiprocessor(cols, dtype, residual_dtype):
     """Many rows take other configurations than few."""
-    check(600, cols, dtype, "cuda")
+    check(600, cols, dtype, "cuda", residual_dtype)
 
 
 @pytest.mark.gpu
