@@ -27,6 +27,7 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, C
 
 DEFAULT_TARGETS = {(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)}
 BYTES_PER_JOB = 2 << 30  # a file that includes the headers of torch takes the compiler 1.3 GiB
+OLDEST_NVCC = "12.4"  # has __maxnreg__
 INSTRUMENT = os.environ.get("FUSED_INSTRUMENT", "release")
 INSTRUMENT_FLAGS = {
     "release": [],
@@ -46,13 +47,19 @@ def decide_cuda(wish: str, torch_cuda: str | None, nvcc: str | None) -> tuple[bo
             sys.exit("FUSED_CUDA=1 demands a torch built for CUDA, and this one is not. Install one that is.")
         return False, "this torch is not built for CUDA"
     major = torch_cuda.split(".")[0]
-    if nvcc is None or nvcc.split(".")[0] != major:
+    oldest = OLDEST_NVCC if major == OLDEST_NVCC.split(".")[0] else major
+    if nvcc is None or nvcc.split(".")[0] != major or version_of(nvcc) < version_of(oldest):
         found = f"nvcc is of CUDA {nvcc}" if nvcc else "nvcc was not found"
         sys.exit(
             f"This torch is built for CUDA {torch_cuda}, but {found} (CUDA_HOME={CUDA_HOME}). Either point "
-            f"CUDA_HOME to a CUDA {major} toolkit, or build the CPU kernels alone with FUSED_CUDA=0."
+            f"CUDA_HOME to a CUDA {major} toolkit ({oldest} or newer), or build the CPU kernels alone with "
+            "FUSED_CUDA=0."
         )
     return True, f"torch is built for CUDA {torch_cuda} and nvcc {nvcc} is there"
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
 
 
 def choose_targets(wish: str, gpus: list[tuple[int, int]], known: set[tuple[int, int]]) -> str:

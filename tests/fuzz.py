@@ -245,12 +245,12 @@ def check(case: Case, arena: Arena) -> str:
 
 def run(first: int, examples: int, device: str, deadline: float) -> tuple[Counter[str], list[int]]:
     """What was done, how often, and the seeds that failed."""
-    torch.set_num_threads(1)  # the cores are taken
     arena = Arena(device, ARENA_BYTES)
     done: Counter[str] = Counter()
     both, failures = 0, []
     for seed in itertools.count(first):
         choose = random.Random(seed).choice
+        torch.set_num_threads(choose((1, 1, 1, 2)))  # as a rule one: the other processes have the other cores
         case = some_case(choose, LARGE if choose(range(50)) == 0 else SMALL)
         try:
             outcome = check(case, arena)
@@ -279,8 +279,9 @@ def main() -> int:
     first = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     print(f"{options.examples} examples on {options.device}, seeds from {first} on", flush=True)
     start = time.time()
-    cores = os.cpu_count() or 1
-    jobs = options.jobs or (min(cores, 4) if options.device == "cuda" else cores)
+    cores = len(os.sched_getaffinity(0))
+    on_gpu = options.device.startswith("cuda")
+    jobs = min(options.jobs or (min(cores, 4) if on_gpu else cores), options.examples)
     part = math.ceil(options.examples / jobs)
     arguments = (options.device, start + options.seconds)
     if jobs == 1:
@@ -292,7 +293,7 @@ def main() -> int:
     done = sum((done for done, _ in parts), Counter[str]())
     failures = [seed for _, failed in parts for seed in failed]
     summary = {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
+        "device": torch.cuda.get_device_name(options.device) if on_gpu else options.device,
         "torch": torch.__version__,
         "first_seed": first,
         "examples": done.total() + len(failures),

@@ -175,8 +175,9 @@ def test_a_run_survives_its_providers(tmp_path: Path) -> None:
     assert again.returncode == 2, "a finished file was measured into again"
 
 
-def write_results(path: Path, factor: float = 1.0, peer: float = 1.1) -> Results:
-    """A run in which this project takes ``factor`` times the copy's time, one peer ``peer`` times ours."""
+def write_results(path: Path, factor: float = 1.0, peer: float = 1.1, stored: float = 1.0) -> Results:
+    """A run in which this project takes ``factor`` times the copy's time, and one peer ``peer`` times ours
+    for ``stored`` times our bytes."""
     journal = Journal(path)
     journal.write("header", date="2026-01-01", peers={"somebody": "1.0"}, absent={}, sms=132)
     for section in ("forward", "backward"):
@@ -184,7 +185,9 @@ def write_results(path: Path, factor: float = 1.0, peer: float = 1.1) -> Results
             bench = Bench([], journal, None, section=section, case=case)
             times = {"copy": 100.0, "fused": 100 * factor, "Peer": 100 * factor * peer, "Slow": 500.0}
             samples = {name: Sample(us, us - 0.5, us + 0.5, 25) for name, us in times.items()}
-            bench.record(samples, {name: {"bytes": 4e8, "in_place": False} for name in times})
+            facts = {name: {"bytes": 4e8, "in_place": False} for name in times}
+            facts["Peer"]["bytes"] *= stored
+            bench.record(samples, facts)
     return Results([path])
 
 
@@ -211,6 +214,12 @@ def test_a_peer_within_the_spread_is_not_ahead(tmp_path: Path) -> None:
     results = write_results(tmp_path / "results", peer=0.998)
     ahead = "forward, 16384 x 4096 bf16: a peer's time a byte over ours"
     assert verdicts(results, ahead)[ahead].met
+
+
+def test_a_peer_that_stores_less_is_compared_by_the_byte(tmp_path: Path) -> None:
+    ahead = "forward, 16384 x 4096 bf16: a peer's time a byte over ours"
+    assert verdicts(write_results(tmp_path / "less", peer=0.6, stored=0.5), ahead)[ahead].met
+    assert not verdicts(write_results(tmp_path / "same", peer=0.6), ahead)[ahead].met
 
 
 def test_every_target_names_a_case_that_is_measured() -> None:

@@ -44,6 +44,7 @@ def run_python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         ("", "13.2", "13.2", True, "torch is built for CUDA 13.2 and nvcc 13.2 is there"),
         ("", "13.2", "13.0", True, "torch is built for CUDA 13.2 and nvcc 13.0 is there"),  # the major counts
         ("1", "13.2", "13.0", True, "torch is built for CUDA 13.2 and nvcc 13.0 is there"),
+        ("", "12.8", "12.4", True, "torch is built for CUDA 12.8 and nvcc 12.4 is there"),
         ("0", "13.2", "13.0", False, "FUSED_CUDA=0"),
         ("0", "13.2", None, False, "FUSED_CUDA=0"),
         ("0", "13.2", "12.8", False, "FUSED_CUDA=0"),
@@ -64,6 +65,7 @@ def test_cuda_follows_torch_and_nvcc(
         ("1", "13.2", None, ["CUDA 13.2", "nvcc was not found", "CUDA_HOME to a CUDA 13"]),
         ("", "13.2", "12.8", ["CUDA 13.2", "nvcc is of CUDA 12.8", "CUDA_HOME to a CUDA 13", "FUSED_CUDA=0"]),
         ("", "12.6", "13.0", ["CUDA 12.6", "nvcc is of CUDA 13.0", "CUDA_HOME to a CUDA 12", "FUSED_CUDA=0"]),
+        ("", "12.8", "12.3", ["CUDA 12.8", "nvcc is of CUDA 12.3", "12.4 or newer", "FUSED_CUDA=0"]),
         ("1", None, "13.0", ["FUSED_CUDA=1", "torch built for CUDA"]),
         ("yes", "13.2", "13.0", ["FUSED_CUDA", "expected 0, 1 or nothing", "got 'yes'"]),
     ],

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import fused_add_rms_norm as fused
 
-HIDDEN = [24, 100, 576, 1536, 4096, 4097, 5120, 8192, 16384, 65536]
+HIDDEN = [24, 100, 576, 1536, 4096, 4097, 5120, 8192, 16384, 65536, 131072]
 BATCHES = {"cpu": [1, 2, 16, 64, 70], "cuda": [1, 2, 16, 64, 255, 256, 4096]}
+MOST = {"cpu": 2**22, "cuda": 2**28}  # elements of a tensor
 
 
 def problem(
@@ -34,7 +35,7 @@ def misplaced(t: Tensor) -> Tensor:
     "dtypes", [(torch.bfloat16,) * 2, (torch.float16, torch.float32), (torch.float32,) * 2], ids=str
 )
 def test_a_row_is_the_same_in_every_batch(device, cols, dtypes):
-    batches = BATCHES[device]
+    batches = [rows for rows in BATCHES[device] if rows * cols <= MOST[device]]
     x, r, w = problem(device, max(batches), cols, *dtypes)
     dy, dh = torch.randn_like(x), torch.randn_like(r)
     mask = 1 if x.dtype == r.dtype else 3

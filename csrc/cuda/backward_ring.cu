@@ -5,10 +5,11 @@
 // copied with the 16-byte blocks around it, and lies in shared memory as far from a line's start as in global
 // memory, which copies fastest.
 //
-// An iteration finishes the row whose sum the one before formed, then forms the next one's. grad_out and
-// residual_out of that row stay in registers in between: to read them from shared memory again, and shift
-// them again where a row does not start on 16 bytes, took longer. A stage is filled again after the iteration
-// that reads it last, so that of three stages two are on their way.
+// An iteration finishes the row whose sum the one before formed, then forms the next one's. The row's tensors
+// stay in registers in between: to read them again from shared memory, and to shift them again where a row
+// does not start on 16 bytes, took longer. The row's stage is filled again at once. Unaligned rows leave no
+// registers for grad_residual_out, which is read when the row is finished: of their stages one is never on
+// its way (kStageLag).
 #include "cuda/assembly.cuh"
 #include "cuda/backward.cuh"
 #include "cuda/launch.cuh"

@@ -73,6 +73,12 @@ inline RowShape row_shape(int64_t cols, int input_item, int out_item, int residu
 
 inline int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); }
 
+// The largest cluster of up to `most` blocks that the GPU schedules.
+inline int largest_cluster(const Gpu& gpu, int most) {
+  while (most > 1 && gpu.clusters[log2_of(most)] == 0) most /= 2;
+  return most;
+}
+
 // Forward.
 enum class ForwardKernel {
   kRegisters,  // threads * vectors_per_thread * cluster vectors cover a row
@@ -143,8 +149,7 @@ inline ForwardConfig forward_config(const RowShape& row, int64_t rows, bool alig
     return config;
   }
   const int v = aligned ? 2 : 1;  // a vector that does not start on 16 bytes takes twice the registers
-  int widest = kPortableCluster;
-  while (widest > 1 && gpu.clusters[log2_of(widest)] == 0) widest /= 2;
+  const int widest = largest_cluster(gpu, kPortableCluster);
   // Few rows: latency counts, and every row is spread over threads and, where they would idle, over SMs.
   if (rows <= 16 && vectors >= 512 && vectors <= int64_t{widest} * kMaxThreads * v) {
     return forward_in_registers(vectors, vectors <= 1024 ? 1 : v,
@@ -157,12 +162,14 @@ inline ForwardConfig forward_config(const RowShape& row, int64_t rows, bool alig
   if (widest > 1 && rows <= 2 * gpu.sms && vectors <= int64_t{rows <= gpu.sms / 2 ? 2 : 1} * kMaxThreads * v)
     return forward_in_registers(vectors, v, 2);
   // Long rows: blocks of 256 threads with 4 vectors each, in clusters as large as that takes; of 128 threads
-  // where the launch is a few waves, which then ends sooner. Beyond the largest cluster 8 vectors a thread of
-  // fp32, whose registers they fit; an fp32 residual beside a 16-bit input leaves none for that.
+  // where the launch is a few waves, which then ends sooner. Where the largest cluster does not hold a row of
+  // fp32 or fp64, 8 vectors a thread do. Beside a 16-bit input an fp32 residual takes more registers: its
+  // longest rows have 2 vectors a thread, in blocks of up to 1024.
   const bool few_waves = rows * vectors <= int64_t{16384} * gpu.sms;
-  if (aligned && (vectors > 1024 ? widest > 1 : few_waves && vectors % 512 == 0)) {
-    const int largest = gpu.clusters[log2_of(kMaxCluster)] > 0 ? kMaxCluster : widest;
-    const int cluster = std::min(next_power_of_two(div_up(vectors, few_waves ? 512 : 1024)), largest);
+  const bool in_clusters = vectors >= 1024 && widest > 1;
+  if (aligned && (vectors > 1024 ? in_clusters : few_waves && (vectors == 512 || in_clusters))) {
+    const int64_t blocks = div_up(vectors, few_waves ? 512 : 1024);
+    const int cluster = std::min(next_power_of_two(blocks), largest_cluster(gpu, kMaxCluster));
     ForwardConfig config = forward_in_registers(vectors, 4, cluster);
     if (row.residual_bytes > 16 && vectors > 8192) config = forward_in_registers(vectors, 2, widest);
     if (row.elements <= 4 && config.threads > forward_threads(4))
@@ -223,7 +230,7 @@ constexpr int ring_vectors(bool aligned, int residual_bytes) {
 
 constexpr int kMaxStages = 4;
 constexpr int min_stages(bool aligned) { return aligned ? 2 : 3; }  // two are on their way (backward_ring.cu)
-constexpr int kSumSlots = 4;  // a peer can be one iteration behind in reading and another ahead in writing
+constexpr int kSumSlots = 4;  // of which two are in use: one is read, the next one written
 
 // A ring block's shared memory: barriers of 8 bytes, sums, stages. Offsets and sizes in bytes.
 struct RingLayout {
@@ -265,10 +272,10 @@ inline int64_t partial_rows(const BackwardConfig& config, int64_t rows, const Gp
 }
 
 // Twelve warps with two vectors a thread have enough bytes on their way and work them off as they come; with
-// more, the memory is slower, and more is left to do when the last ones have come. Six warps do it beside an
-// fp32 residual, and short rows of four bytes an element take three teams. A larger cluster where a block
-// would have more or fewer; nothing where a row does not fit. Unaligned rows take more registers, and leave
-// ten warps.
+// more, the memory is slower, and more is left to do when the last ones have come. Beside a 16-bit input, an
+// fp32 residual's rows keep six warps busy, of two teams or three. Short rows of an fp32 residual, whatever
+// the input, take three teams. A larger cluster where a block would have more or fewer, as far as there is
+// one; nothing where a row does not fit. Unaligned rows take more registers, and leave ten warps.
 inline BackwardConfig backward_ring_config(const RowShape& row, int64_t rows, bool aligned, const Gpu& gpu) {
   const bool mixed = row.residual_bytes > 16, wide = row.residual_bytes == 4 * row.elements;
   const bool is_short = row.vectors * row.elements <= 4096;
@@ -276,7 +283,8 @@ inline BackwardConfig backward_ring_config(const RowShape& row, int64_t rows, bo
   const int most_threads = !aligned ? ring_threads(aligned) : mixed ? 320 : 480;
   const int fewest_teams = !aligned || !wide ? 1 : is_short ? 3 : mixed ? 2 : 1;
   const int enough_bytes = aligned ? std::min(gpu.shared_bytes, 112 * 1024) : gpu.shared_bytes;
-  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+  const int largest = largest_cluster(gpu, kMaxCluster);
+  for (int cluster = 1; cluster <= largest; cluster *= 2) {
     BackwardConfig config;
     config.kernel = BackwardKernel::kRing;
     config.vectors_per_thread = ring_vectors(aligned, row.residual_bytes);
@@ -287,7 +295,7 @@ inline BackwardConfig backward_ring_config(const RowShape& row, int64_t rows, bo
     const int64_t clusters = gpu.clusters[log2_of(cluster)];
     if (config.threads > ring_threads(aligned) || clusters == 0 || !fits(gpu.shared_bytes)) continue;
     const int enough = std::max(fewest_teams, static_cast<int>(div_up(enough_threads, config.threads)));
-    if (enough > 1 && enough * config.threads > most_threads && cluster < kMaxCluster) continue;
+    if (enough > 1 && enough * config.threads > most_threads && cluster < largest) continue;
     const int most = std::min(enough, ring_threads(aligned) / config.threads);
     config.teams = static_cast<int>(std::min<int64_t>(most, div_up(rows, clusters)));  // none without a row
     while (config.teams > 1 && !fits(enough_bytes)) --config.teams;

@@ -1,6 +1,6 @@
 // Forward for every GPU, address and H. Bytes per row: input and residual read once, out and residual_out
-// written once; the weight comes from the caches. (forward_shared.cu is faster for long rows and for rows
-// that do not start on 16 bytes.)
+// written once; the weight comes from the caches. (forward_shared.cu is faster for rows that do
+// not start on 16 bytes, and for rows too long for the registers of a cluster.)
 #include "cuda/forward.cuh"
 #include "cuda/launch.cuh"
 
@@ -11,7 +11,8 @@ namespace {
 // the next kernel's blocks would wait in its place.
 constexpr int kBlocksThatLaunchFirst = 64;
 
-// Resident on an SM at the least; the registers of an fp32 weight, or of 8 vectors, are too many for three.
+// Resident on an SM at the least. Three where 4 vectors leave registers for it: not beside a wider weight,
+// and 8 vectors do not.
 template <class T, class W, int V>
 constexpr int kBlocksPerSm = V == 4 && sizeof(W) == sizeof(T) ? 3 : 1;
 

@@ -66,6 +66,17 @@ void check_forward(const RowShape& row, int64_t rows, bool aligned, const Gpu& g
         "a slice that fits");
 }
 
+bool fits_in_a_ring(const RowShape& row, bool aligned, const Gpu& gpu) {
+  BackwardConfig config;
+  config.kernel = BackwardKernel::kRing;
+  config.vectors_per_thread = ring_vectors(aligned, row.residual_bytes);
+  config.stages = min_stages(aligned);
+  config.cluster = largest_cluster(gpu, kMaxCluster);
+  config.threads = threads_of_row(div_up(row.vectors, config.cluster), config.vectors_per_thread);
+  return config.threads <= ring_threads(aligned) &&
+         ring_layout(config, row, aligned).bytes <= gpu.shared_bytes;
+}
+
 void check_backward(const RowShape& row, int64_t rows, bool aligned, bool ring, const Gpu& gpu) {
   const BackwardConfig config = backward_config(row, rows, aligned, ring, gpu);
   const int64_t vectors = row.vectors;
@@ -77,8 +88,10 @@ void check_backward(const RowShape& row, int64_t rows, bool aligned, bool ring, 
             (partials == 0 && (blocks == config.cluster || config.columns_apart)),
         "a row of partial sums a cluster");
   check(!config.columns_apart || config.kernel == BackwardKernel::kRegisters, "a kernel with such blocks");
-  if (config.kernel == BackwardKernel::kLoop)
-    return check(vectors > 1024, "rows this short to be held in registers");
+  if (config.kernel == BackwardKernel::kLoop) {
+    check(vectors > 1024, "rows this short to be held in registers");
+    return check(!ring || !fits_in_a_ring(row, aligned, gpu), "a ring where one team's stages fit");
+  }
   check(is_row_width(config.threads), "whole warps, or a power of two within one");
   check(int64_t{config.threads} * v * config.cluster >= vectors, "a thread for every vector");
   check(config.threads >= kWarpThreads || v == 1, "one vector a thread where rows share a warp");

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from hf_zoo import LAYERS, assert_same, tiny, tokens
+from torch.nn.utils.parametrize import register_parametrization
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel, LlamaRMSNorm
 
 from fused_add_rms_norm import hf
@@ -87,6 +88,27 @@ def test_deepcopy_keeps_the_patch_and_shares_nothing():
     assert adds == 2 * LAYERS
     hf.unpatch(twin)
     assert type(twin.model.norm) is LlamaRMSNorm
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_weight_that_became_a_property():
+    """As torch's parametrizations make one: it is no parameter of the norm any more."""
+    model = tiny()
+    hf.patch(model)
+    plain, _ = logits(model)
+    for norm in (model.model.layers[1].input_layernorm, model.model.norm):
+        register_parametrization(norm, "weight", Doubled())
+    doubled, adds = logits(model)
+    assert adds == 2 * LAYERS
+    assert not torch.equal(doubled, plain)
+    unpatched = tiny()
+    for norm in (unpatched.model.layers[1].input_layernorm, unpatched.model.norm):
+        register_parametrization(norm, "weight", Doubled())
+    assert_same(doubled, logits(unpatched)[0])
 
 
 def test_pickle_and_torch_save_keep_the_patch():

@@ -110,9 +110,8 @@ def norm_class(upstream: Any, contract: Contract) -> type:
 def _fused(
     norm: nn.Module, hidden_states: Tensor | Stream, contract: Contract, options: dict[str, Any]
 ) -> Tensor | None:
-    weight = norm._parameters.get("weight")
-    if weight is None:  # or a property of a subclass, as parametrize makes one
-        weight = getattr(norm, "weight", None)
+    parameters = norm._parameters  # looked up first, for nn.Module looks there last
+    weight: Any = parameters["weight"] if "weight" in parameters else getattr(norm, "weight", None)
     eps: Any = getattr(norm, contract.eps_name)
     if isinstance(hidden_states, Stream):
         base, branch = hidden_states.base, hidden_states.branch
