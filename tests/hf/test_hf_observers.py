@@ -398,6 +398,31 @@ def test_a_norm_whose_weight_is_elsewhere_is_not_fused():
     assert not fits(x, x, norm.weight.to("meta"), norm.contract)
 
 
+def test_module_call_is_left_out_only_where_it_would_do_nothing(monkeypatch):
+    model = tiny()
+    expected, _ = run(model)
+    hf.patch(model)
+    layer, called = layers(model)[1], []
+    call = torch.nn.Module.__call__
+    monkeypatch.setattr(torch.nn.Module, "__call__", lambda m, *a, **k: called.append(m) or call(m, *a, **k))
+
+    def is_called():
+        called.clear()
+        assert_same(run(model)[0].logits, expected.logits)
+        return layer in called
+
+    assert not is_called()
+    handle = layer.register_forward_hook(lambda *args: None)
+    assert is_called()
+    handle.remove()
+    assert not is_called()
+    layer.forward = layer.forward
+    assert is_called()
+    del layer.forward
+    layer.compile(backend="eager")
+    assert is_called()
+
+
 def test_an_fp64_model_runs_as_upstream():
     """Upstream's statistics are fp32 there too; the op's are not."""
     model = tiny().double()

@@ -178,6 +178,8 @@ def layer_class(upstream: Any, family: Family) -> type:
         # `lazy_stream` comes from LazyModel, through upstream's loop: whoever calls knows Streams. What is
         # made of it is decided here, outside of `layer.compile()` and before any hook runs.
         if lazy_stream and why_tensors_around(self, family) is None:
+            if observers.is_plain_call(self):
+                return forward(self, *args, lazy_stream=True, **kwargs)
             return upstream.__call__(self, *args, lazy_stream=True, **kwargs)
         return upstream.__call__(self, *plain(args), **kwargs)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.utils.output_capturing import _active_collector
@@ -42,6 +43,15 @@ def of_layer(layer: nn.Module) -> str | None:
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
         return "gradient checkpointing"
     return _of_any(layer)
+
+
+def is_plain_call(layer: nn.Module) -> bool:
+    """Whether ``nn.Module.__call__`` would do nothing but call the class's forward: an eager call is then
+    spared its frames. A traced one is not: every look here would be a guard, and graphs name their modules.
+    """
+    if torch.compiler.is_compiling() or layer._compiled_call_impl:
+        return False
+    return not (layer._forward_pre_hooks or layer._forward_hooks or "forward" in layer.__dict__)
 
 
 def _of_any(module: nn.Module) -> str | None:
