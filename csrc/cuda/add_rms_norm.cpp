@@ -103,13 +103,13 @@ struct Cuda {
   static void forward(const ForwardParams& p, const at::Tensor& input) {
     const c10::cuda::CUDAGuard guard(input.device());
     const Queue queue = queue_of(input);
-    const int64_t vector_elements = kVectorBytes / itemsize(p.input_dtype);
-    const bool aligned = is_aligned<4>(p.shape, vector_elements, p.weight,
+    const cuda::RowShape row = row_shape_of(p);
+    const bool aligned = is_aligned<4>(p.shape, row.elements, p.weight,
                                        {{{&p.input, p.input_dtype},
                                          {&p.residual, p.residual_dtype},
                                          {&p.out, p.out_dtype},
                                          {&p.residual_out, p.residual_dtype}}});
-    const auto config = cuda::forward_config(row_shape_of(p), p.shape.rows, aligned, queue.gpu);
+    const auto config = cuda::forward_config(row, p.shape.rows, aligned, queue.gpu);
     C10_CUDA_CHECK(config.kernel == cuda::ForwardKernel::kShared
                        ? cuda::launch_forward_shared(p, config, aligned, queue)
                        : cuda::launch_forward(p, config, aligned, queue));
@@ -118,15 +118,15 @@ struct Cuda {
   static void backward(const BackwardParams& p, const at::Tensor& residual_out) {
     const c10::cuda::CUDAGuard guard(residual_out.device());
     const Queue queue = queue_of(residual_out);
-    const int64_t vector_elements = kVectorBytes / itemsize(p.input_dtype);
-    const bool aligned = is_aligned<5>(p.shape, vector_elements, p.weight,
+    const cuda::RowShape row = row_shape_of(p);
+    const bool aligned = is_aligned<5>(p.shape, row.elements, p.weight,
                                        {{{&p.grad_out, p.out_dtype},
                                          {&p.grad_residual_out, p.residual_dtype},
                                          {&p.residual_out, p.residual_dtype},
                                          {&p.grad_input, p.input_dtype},
                                          {&p.grad_residual, p.residual_dtype}}});
     const bool ring = queue.gpu.hopper && p.input_dtype != DType::kDouble;
-    const auto config = cuda::backward_config(row_shape_of(p), p.shape.rows, aligned, ring, queue.gpu);
+    const auto config = cuda::backward_config(row, p.shape.rows, aligned, ring, queue.gpu);
 
     at::Tensor partials;
     const int64_t partial_rows = p.grad_weight ? cuda::partial_rows(config, p.shape.rows, queue.gpu) : 0;

@@ -9,7 +9,7 @@
 // stay in registers in between: to read them again from shared memory, and to shift them again where a row
 // does not start on 16 bytes, took longer. The row's stage is filled again at once. Unaligned rows leave no
 // registers for grad_residual_out, which is read when the row is finished: of their stages one is never on
-// its way (kStageLag).
+// its way (stage_lag).
 #include "cuda/assembly.cuh"
 #include "cuda/backward.cuh"
 #include "cuda/launch.cuh"
@@ -24,9 +24,8 @@ constexpr int kWantsGradInput = 1, kWantsGradWeight = 2;
 template <class T, class R, bool Aligned>
 constexpr int kRingVectors = ring_vectors(Aligned, kVectorElements<T> * sizeof(R));
 
-// Iterations from a row's sum until its stage has been read.
 template <bool Aligned>
-constexpr int kStageLag = Aligned ? 0 : 1;
+constexpr int kStageLag = stage_lag(Aligned);
 
 // Wants: kWantsGradInput (grad_input and, under an fp32 residual, grad_residual), kWantsGradWeight. What the
 // shape decides is settled before the loop over rows: within it, what lies beyond the row's end is computed

@@ -229,7 +229,10 @@ constexpr int ring_vectors(bool aligned, int residual_bytes) {
 }
 
 constexpr int kMaxStages = 4;
-constexpr int min_stages(bool aligned) { return aligned ? 2 : 3; }  // two are on their way (backward_ring.cu)
+
+// Iterations from a row's sum until its stage has been read (backward_ring.cu); two more are on their way.
+constexpr int stage_lag(bool aligned) { return aligned ? 0 : 1; }
+constexpr int min_stages(bool aligned) { return 2 + stage_lag(aligned); }
 constexpr int kSumSlots = 4;  // of which two are in use: one is read, the next one written
 
 // A ring block's shared memory: barriers of 8 bytes, sums, stages. Offsets and sizes in bytes.

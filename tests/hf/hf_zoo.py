@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch.utils._pytree import tree_flatten
 
+from fused_add_rms_norm import hf
+
 LAYERS = 2
 VOCAB = 96
 
@@ -156,6 +158,13 @@ def tiny(layer: str = "LlamaDecoderLayer", **overrides: Any) -> transformers.Pre
 
 def tokens(batch: int = 2, length: int = 9, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def run(model: torch.nn.Module, **kwargs: Any) -> tuple[Any, int]:
+    """What the model returns for some tokens, and how many adds were fused."""
+    with torch.no_grad(), hf.count() as fused:
+        output = model(tokens(), **kwargs)
+    return output, fused.adds
 
 
 def assert_same(actual: Any, expected: Any) -> None:

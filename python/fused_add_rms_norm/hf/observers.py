@@ -1,7 +1,7 @@
 """Who may be watching a module. Whoever does gets upstream's tensors, and what he watches is not fused.
 
-Each function returns the reason in words, or None. They run at every forward, and inside torch.compile: plain
-reads only.
+`of_norm` and `of_layer` return the reason in words, or None. All of these run at every forward, and inside
+torch.compile: plain reads only.
 """
 
 from __future__ import annotations
