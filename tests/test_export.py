@@ -97,26 +97,43 @@ def test_saved_and_run_in_another_process(tmp_path):
     )
 
 
+def compiled_package(program: torch.export.ExportedProgram, path: Path) -> str:
+    with torch.no_grad():
+        return torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+
+
+def torch_loads_its_own(path: Path, device: str) -> bool:
+    """Whether a package without an operator of ours loads: with some compilers it crashes, on CUDA alone."""
+    program = torch.export.export(nn.ReLU().to(device), (torch.randn(2, device=device),))
+    load = "import sys, torch\ntorch._inductor.aoti_load_package(sys.argv[1])"
+    return subprocess.run([sys.executable, "-c", load, compiled_package(program, path)]).returncode == 0
+
+
 def test_aot_inductor_needs_the_library_alone(tmp_path, device):
     """The compiled model runs where there is no Python package, only the shared library."""
     block = WithInPlace()
     program, input = exported(block, device)
+    package = compiled_package(program, tmp_path / "block.pt2")
     with torch.no_grad():
-        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "block.pt2"))
         torch.save((input, block(input)), tmp_path / "expected.pt")
     from fused_add_rms_norm import _C
 
-    run_elsewhere(
-        "import sys, torch\n"
-        "torch.ops.load_library(sys.argv[1])\n"
-        "model = torch._inductor.aoti_load_package(sys.argv[2])\n"
-        "input, expected = torch.load(sys.argv[3])\n"
-        "assert all(map(torch.equal, model(input), expected))\n"
-        "assert 'fused_add_rms_norm' not in sys.modules",
-        _C.__file__,
-        package,
-        tmp_path / "expected.pt",
-    )
+    try:
+        run_elsewhere(
+            "import sys, torch\n"
+            "torch.ops.load_library(sys.argv[1])\n"
+            "model = torch._inductor.aoti_load_package(sys.argv[2])\n"
+            "input, expected = torch.load(sys.argv[3])\n"
+            "assert all(map(torch.equal, model(input), expected))\n"
+            "assert 'fused_add_rms_norm' not in sys.modules",
+            _C.__file__,
+            package,
+            tmp_path / "expected.pt",
+        )
+    except AssertionError:
+        if torch_loads_its_own(tmp_path / "control.pt2", device):
+            raise
+        pytest.skip("torch does not load a package of its own operators here either")
 
 
 def test_decomposed_graph_is_plain_aten(device):

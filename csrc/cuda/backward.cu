@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(backward_threads(V))
   int parity = 0;
   for (; row - threadIdx.y < p.shape.rows; row += step) {  // as often for all of a block's rows
     const bool active = row < p.shape.rows;
-    const int remaining = active ? cols - first_col : -N;
+    const int remaining = (active ? cols : 0) - first_col;
     if (row >= step) at = BackwardRow<T, R, O>(p, RowIndex(p.shape, row), first_col);
     const A rstd = active ? static_cast<const A*>(p.rstd)[row] : A(0);
 
@@ -185,9 +185,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const bool has_dh = p.grad_residual_out.data != nullptr;
   const bool wants_dx = p.grad_input.data != nullptr || p.grad_residual.data != nullptr;
   const int64_t cols = p.shape.cols;
-  const auto remaining = [&](int64_t col) {
-    return static_cast<int>(max(min(cols - col, int64_t{N}), int64_t{-N}));
-  };
+  const auto remaining = [&](int64_t col) { return remaining_in_row<N>(cols, col); };
   const auto load_scale = [&](int64_t col, A(&scale)[N]) {
     const bool has_weight = p.weight.data != nullptr;
     const auto w =

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
       T* grad_input = row_of<T>(p.grad_input, index) + slice_col + col_of_slice;
       R* grad_residual = row_of<R>(p.grad_residual, index) + slice_col + col_of_slice;
       if constexpr (kWantsInput && kLag > 0)
-        load_run<Aligned>(h_in(previous + layout.dh, p.grad_residual_out, index), kRun, dh_run);
+        load_run<Aligned, true>(h_in(previous + layout.dh, p.grad_residual_out, index), kRun, dh_run);
       Words<T, N> input_run[V];
       Words<R, N> residual_run[V];
 #pragma unroll
@@ -168,26 +168,19 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
       rstd = static_cast<const float*>(p.rstd)[row];
       filled[stage].wait(phase);
       const RowIndex index(p.shape, row);
-      load_run<Aligned>(dy_in(at, index), kRun, dy_run);
-      load_run<Aligned>(h_in(at + layout.h, p.residual_out, index), kRun, h_run);
+      load_run<Aligned, true>(dy_in(at, index), remaining, dy_run);
+      load_run<Aligned, true>(h_in(at + layout.h, p.residual_out, index), remaining, h_run);
       if constexpr (kWantsInput) {
         if constexpr (kLag == 0)
-          load_run<Aligned>(h_in(at + layout.dh, p.grad_residual_out, index), kRun, dh_run);
+          load_run<Aligned, true>(h_in(at + layout.dh, p.grad_residual_out, index), kRun, dh_run);
         float products[V];
 #pragma unroll
         for (int v = 0; v < V; ++v) {
           float dy[N], h[N];
           unpack(dy_run[v], dy);
           unpack(h_run[v], h);
-          const int left = remaining - v * kWarp * N;
-          if (!Aligned && left < N) {  // the row ends within the vector
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-              if (n >= left) dy[n] = h[n] = 0;
-            }
-          }
           const float product = weighted_product(dy, h, scale[v]);
-          products[v] = left > 0 ? product : 0.0f;
+          products[v] = !Aligned || remaining > v * kWarp * N ? product : 0.0f;
         }
         const float sum = warp_sum(products, lane, kWarp);
         const int slot = i % kSumSlots;

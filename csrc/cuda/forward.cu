@@ -11,14 +11,14 @@ namespace {
 // the next kernel's blocks would wait in its place.
 constexpr int kBlocksThatLaunchFirst = 64;
 
-// Resident on an SM at the least. Three where 4 vectors leave registers for it: not beside a wider weight,
-// and 8 vectors do not.
-template <class T, class W, int V>
-constexpr int kBlocksPerSm = V == 4 && sizeof(W) == sizeof(T) ? 3 : 1;
+// Resident on an SM at the least. Three where 4 vectors leave registers for it: not beside a wider
+// residual or weight, and 8 vectors do not.
+template <class T, class R, class W, int V>
+constexpr int kBlocksPerSm = V == 4 && sizeof(R) == sizeof(T) && sizeof(W) == sizeof(T) ? 3 : 1;
 
 // A row in the registers of `threads` threads each of `cluster` blocks: read once, written once.
 template <class T, class R, class O, class W, int V, bool Aligned>
-__global__ void __launch_bounds__(forward_threads(V), kBlocksPerSm<T, W, V>)
+__global__ void __launch_bounds__(forward_threads(V), kBlocksPerSm<T, R, W, V>)
     forward_in_registers(const __grid_constant__ ForwardParams p,
                          const __grid_constant__ Scalars<Accumulate<T>> scalars,
                          const __grid_constant__ ForwardConfig config,
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(forward_threads(V), kBlocksPerSm<T, W, V>)
 
   const bool active = row < p.shape.rows;
   const int cols = static_cast<int>(p.shape.cols), first_col = (warp * V * kWarp + thread % kWarp) * N;
-  const int remaining = active ? cols - first_col : -N;
+  const int remaining = (active ? cols : 0) - first_col;
   const bool has_residual = p.residual.data != nullptr, has_weight = p.weight.data != nullptr;
   ForwardRow<T, R, O> at(p, RowIndex(p.shape, row), first_col);
   const W* weight = static_cast<const W*>(p.weight.data) + first_col;
@@ -105,9 +105,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 
   const int64_t row = blockIdx.x, cols = p.shape.cols;
   const ForwardRow<T, R, O> at(p, RowIndex(p.shape, row), 0);
-  const auto remaining = [&](int64_t col) {
-    return static_cast<int>(max(min(cols - col, int64_t{N}), int64_t{-N}));
-  };
+  const auto remaining = [&](int64_t col) { return remaining_in_row<N>(cols, col); };
   const auto load_sum = [&](int64_t col, Words<R, N>(&rounded)[1], A(&h)[1][N]) {
     Words<T, N> x[1];
     load_run<Aligned>(at.input + col, remaining(col), x);

@@ -179,13 +179,23 @@ __device__ __forceinline__ void shift_down(const uint32_t (&in)[V][In], int byte
 // A warp's run is V vectors a lane, each 32 lanes (N columns a lane) behind the one before. Of the elements
 // from the lane's first on, `remaining` (any number) belong to the row.
 
+// That number for a lane whose first column is `col`, as far as a run of one vector a lane tells numbers
+// apart: rows may have more columns than an int counts.
+template <int N>
+__device__ __forceinline__ int remaining_in_row(int64_t cols, int64_t col) {
+  constexpr int64_t kRun = kWarp * N;
+  return static_cast<int>(max(min(cols - col, kRun), -kRun));
+}
+
 // A run as it is loaded: unaligned, the blocks around each vector.
 template <bool Aligned, class T, int N, int V>
 struct Fetched {
   uint32_t word[V][Words<T, N>::kCount + (Aligned ? 0 : kBlockWords)];
 };
 
-template <bool Aligned, class T, int N, int V>
+// Padded: memory, such as a stage of shared memory, of which any run may be read to the end of its last
+// block.
+template <bool Padded = false, bool Aligned, class T, int N, int V>
 __device__ __forceinline__ void fetch_run(const T* from, int remaining, Fetched<Aligned, T, N, V>& run) {
   constexpr int kBlocks = sizeof(run.word[0]) / kBlockBytes;
   const int shift = Aligned ? 0 : misalignment(from);
@@ -196,9 +206,10 @@ __device__ __forceinline__ void fetch_run(const T* from, int remaining, Fetched<
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       uint32_t* word = run.word[v] + i * kBlockWords;
-      word[0] = word[1] = word[2] = word[3] = 0;
+      if (!Padded) word[0] = word[1] = word[2] = word[3] = 0;
       // A block without an element of ours may lie outside the allocation.
-      if (Aligned || i == 0 ? left > 0 : i * kBlockBytes < end) load_block(block + i * kBlockBytes, word);
+      if (Padded || (Aligned || i == 0 ? left > 0 : i * kBlockBytes < end))
+        load_block(block + i * kBlockBytes, word);
     }
   }
 }
@@ -224,10 +235,10 @@ __device__ __forceinline__ void align_run(const Fetched<Aligned, T, N, V>& fetch
   }
 }
 
-template <bool Aligned, class T, int N, int V>
+template <bool Aligned, bool Padded = false, class T, int N, int V>
 __device__ __forceinline__ void load_run(const T* from, int remaining, Words<T, N> (&run)[V]) {
   Fetched<Aligned, T, N, V> fetched;
-  fetch_run(from, remaining, fetched);
+  fetch_run<Padded>(from, remaining, fetched);
   align_run(fetched, from, remaining, run);
 }
 
@@ -289,7 +300,9 @@ __device__ __forceinline__ void store_part(T* to, int begin, int end, const Word
 
 // Stores a warp's run; all its lanes take part. `lane` counts within the `lanes` that share the row.
 // Unaligned, a lane stores the blocks from the one with its first element on: they begin with the end of the
-// vector before, which the lane before has (the last lane's, of the run's vector before).
+// vector before, which the lane before has (the last lane's, of the run's vector before). The first lane's
+// first block begins with the run's end instead: it holds both ends of the run, which are stored element by
+// element, by a lane each.
 template <bool Aligned, class T, int N, int V>
 __device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N> (&run)[V], int lane,
                                           int lanes) {
@@ -305,15 +318,15 @@ __device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N
     }
   } else {
     const int shift = misalignment(to), ahead = shift / static_cast<int>(sizeof(T));
-    const int lane_before = (threadIdx.y * blockDim.x + threadIdx.x + kWarp - 1) % kWarp;
+    const int first_lane = (threadIdx.y * blockDim.x + threadIdx.x) % kWarp - lane;
+    const int lane_before = first_lane + (lane > 0 ? lane : lanes) - 1;
     uint32_t both[V][kBlockWords + kCount];  // the end of the vector before, and the lane's own
 #pragma unroll
     for (int v = 0; v < V; ++v) {
 #pragma unroll
       for (int i = 0; i < kBlockWords; ++i) {
         const int end = kCount - kBlockWords + i;
-        const uint32_t give =
-            v > 0 && lane == lanes - 1 ? run[v > 0 ? v - 1 : 0].word[end] : run[v].word[end];
+        const uint32_t give = lane == lanes - 1 ? run[(v + V - 1) % V].word[end] : run[v].word[end];
         both[v][i] = __shfl_sync(kAllLanes, give, lane_before);
       }
 #pragma unroll
@@ -321,26 +334,40 @@ __device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N
     }
     Words<T, N> shifted[V];
     shift_down(both, kBlockBytes - shift, shifted);
+    Words<T, kPerBlock> ends;  // of the run: its last `ahead` elements, and its first ones
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const int left = min(remaining - v * kWarp * N, N);
+    for (int i = 0; i < kBlockWords; ++i)
+      ends.word[i] = __shfl_sync(kAllLanes, shifted[0].word[i], first_lane);
+    for (int at = lane; at < kPerBlock; at += lanes) {
+      auto bits = element(ends, 0);
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        const int first = ahead - i * kPerBlock;  // the lane's own first element, counted from the block's
-        const int begin = v > 0 || lane > 0 ? 0 : first, end = left + first;
-        T* block = to + v * kWarp * N - first;
-        if (begin <= 0 && end >= kPerBlock) {
-          store_block(reinterpret_cast<char*>(block), shifted[v].word + i * kBlockWords);
-        } else if (begin < end) {
-          store_elements(block, begin, end, shifted[v].word + i * kBlockWords);
+      for (int i = 1; i < kPerBlock; ++i) bits = at == i ? element(ends, i) : bits;
+      const int col = at - ahead + (at < ahead ? ((V - 1) * kWarp + lanes) * N : 0) - lane * N;
+      if (col < remaining) reinterpret_cast<decltype(bits)*>(to)[col] = bits;
+    }
+    // From the address of a whole block, or the compiler takes a block's stores asunder.
+    char* first_block = reinterpret_cast<char*>(to) - shift;
+    // Calls f(block, words, elements of the row from the block's start on) for the lane's blocks.
+    const auto for_blocks = [&](auto f) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+          const int col = v * kWarp * N + i * kPerBlock;
+          if (v > 0 || i > 0 || lane > 0) {
+            f(first_block + col * static_cast<int>(sizeof(T)), shifted[v].word + i * kBlockWords,
+              remaining + ahead - col);
+          }
         }
       }
-    }
-    if (lane == lanes - 1) {  // has no lane behind it
-      const int first = N - kPerBlock;
-      const int end = min(remaining - (V - 1) * kWarp * N, N) - first;
-      store_elements(to + (V - 1) * kWarp * N + first, kPerBlock - ahead, end,
-                     run[V - 1].word + kCount - kBlockWords);
+    };
+    for_blocks([](char* block, const uint32_t* word, int left) {
+      if (left >= kPerBlock) store_block(block, word);
+    });
+    if (remaining + ahead < ((V - 1) * kWarp + 1) * N) {  // the row ends here
+      for_blocks([](char* block, const uint32_t* word, int left) {
+        if (left < kPerBlock) store_elements(reinterpret_cast<T*>(block), 0, left, word);
+      });
     }
   }
 }
