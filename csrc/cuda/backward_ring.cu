@@ -80,9 +80,11 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
   launch_dependents();
   wait_for_predecessor();
 
-  // Teams of different SMs before those of one, so that no SM has two rows more than another.
+  // Teams of different SMs before those of one, so that no SM has two rows more than another. A team that has a
+  // row less goes round as often as its block's others: compute-sanitizer takes teams that pass their barriers
+  // a different number of times for a race.
   const int64_t clusters = divide(gridDim.x, cluster), rows = p.shape.rows, step = clusters * config.teams;
-  const int64_t first_row = divide(blockIdx.x, cluster) + team * clusters;
+  const int64_t first_row = divide(blockIdx.x, cluster);
 
   // By all lanes of the team's first warp, of which three copy a tensor each.
   const auto fill = [&](int64_t row, int stage) {
@@ -123,9 +125,9 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
   const unsigned char* previous = nullptr;
   for (int i = kLag - stages;; ++i) {
     const unsigned char* at = ring + stage * layout.stage_bytes;
-    const int64_t row = first_row + i * step;
-    if (i > 0 && row - step >= rows) break;
-    if (i > 0) {  // the gradients of the row before
+    const int64_t row_of_first_team = first_row + i * step, row = row_of_first_team + team * clusters;
+    if (i > 0 && row_of_first_team - step >= rows) break;
+    if (i > 0 && row - step < rows) {  // the gradients of the row before
       float projection = 0;
       if constexpr (kWantsInput) {
         const int slot = (i - 1) % kSumSlots;
