@@ -102,7 +102,7 @@ asan: $(call with,,test) ## CPU tests with host code and CPU kernels under Addre
 # the tests' guard bytes. For initcheck, which watches all kernels to know what they wrote, those bytes are not
 # initialised: it gets sizes whose rows start on 16 bytes.
 sanitize: $(call with,$(built),test) ## GPU tests under compute-sanitizer's four tools
-	for tool in memcheck racecheck 'synccheck --num-cuda-barriers 128'; do \
+	for tool in memcheck racecheck 'synccheck --num-cuda-barriers 1024'; do \
 	    compute-sanitizer --tool $$tool --kernel-name kns=fused --error-exitcode 1 $(PY) -m pytest -m gpu $(ARGS); \
 	done
 	compute-sanitizer --tool initcheck --error-exitcode 1 \
