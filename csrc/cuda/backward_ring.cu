@@ -80,9 +80,9 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
   launch_dependents();
   wait_for_predecessor();
 
-  // Teams of different SMs before those of one, so that no SM has two rows more than another. A team that has a
-  // row less goes round as often as its block's others: compute-sanitizer takes teams that pass their barriers
-  // a different number of times for a race.
+  // Teams of different SMs before those of one, so that no SM has two rows more than another. A team that has
+  // a row less goes round as often as its block's others: compute-sanitizer takes teams that pass their
+  // barriers a different number of times for a race.
   const int64_t clusters = divide(gridDim.x, cluster), rows = p.shape.rows, step = clusters * config.teams;
   const int64_t first_row = divide(blockIdx.x, cluster);
 
