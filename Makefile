@@ -48,7 +48,7 @@ test: $(call with,$(built),test) $(call with,,model) ## every test: pytest, ctes
 	$(PY) -m pytest $(ARGS)
 	$(MAKE) ctest
 
-gpu-test: ## `make test` in PYTHON (python3), where GPU tests must not be skipped
+gpu-test: ## `make test` in PYTHON (python3), where there must be a GPU
 	@$(or $(PYTHON),python3) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no GPU in sight of torch")'
 	$(MAKE) test PYTHON=$(or $(PYTHON),python3)
 

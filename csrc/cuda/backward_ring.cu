@@ -28,9 +28,9 @@ template <bool Aligned>
 constexpr int kStageLag = stage_lag(Aligned);
 
 // Wants: kWantsGradInput (grad_input and, under an fp32 residual, grad_residual), kWantsGradWeight. What the
-// shape decides is settled before the loop over rows: within it, what lies beyond the row's end is computed
-// like the rest, on whatever shared memory holds, and left out of the sum and of the stores, so that the
-// vectors' loads and arithmetic interleave.
+// shape decides is settled before the loop over rows, so that the vectors' loads and arithmetic interleave:
+// what lies beyond the row's end is computed like the rest, on whatever shared memory holds, and left out of
+// the sum and of the stores. Unaligned, grad_out and residual_out are zeros there.
 template <class T, class R, class O, class W, int Wants, bool Aligned>
 __global__ void __launch_bounds__(ring_threads(Aligned))
     backward_in_a_ring(const __grid_constant__ BackwardParams p,

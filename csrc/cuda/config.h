@@ -241,7 +241,8 @@ struct RingLayout {
   int h, dh;  // in a stage, behind dy
 };
 
-// Unaligned, a row takes the 16-byte blocks around it and starts anywhere in a line.
+// Unaligned, a row takes the 16-byte blocks around it, starts up to 112 bytes behind a line, and is read for
+// a block beyond its end.
 inline RingLayout ring_layout(const BackwardConfig& config, const RowShape& row, bool aligned) {
   const int slots = sum_layout(row.vectors, config.vectors_per_thread, config.threads * config.cluster).slots;
   const auto row_bytes = [&](int of_a_vector) {

@@ -193,8 +193,7 @@ struct Fetched {
   uint32_t word[V][Words<T, N>::kCount + (Aligned ? 0 : kBlockWords)];
 };
 
-// Padded: memory, such as a stage of shared memory, of which any run may be read to the end of its last
-// block.
+// Padded: memory, such as a stage of shared memory, that may be read for a block beyond any run's end.
 template <bool Padded = false, bool Aligned, class T, int N, int V>
 __device__ __forceinline__ void fetch_run(const T* from, int remaining, Fetched<Aligned, T, N, V>& run) {
   constexpr int kBlocks = sizeof(run.word[0]) / kBlockBytes;
@@ -214,7 +213,8 @@ __device__ __forceinline__ void fetch_run(const T* from, int remaining, Fetched<
   }
 }
 
-// The vectors of a run that was fetched from the same place; elements beyond the row's end are zeros.
+// The vectors of a run that was fetched from the same place; elements beyond the row's end are zeros, but for
+// aligned ones in padded memory, which are whatever is there.
 template <bool Aligned, class T, int N, int V>
 __device__ __forceinline__ void align_run(const Fetched<Aligned, T, N, V>& fetched, const T* from,
                                           int remaining, Words<T, N> (&run)[V]) {
@@ -302,7 +302,7 @@ __device__ __forceinline__ void store_part(T* to, int begin, int end, const Word
 // Unaligned, a lane stores the blocks from the one with its first element on: they begin with the end of the
 // vector before, which the lane before has (the last lane's, of the run's vector before). The first lane's
 // first block begins with the run's end instead: it holds both ends of the run, which are stored element by
-// element, by a lane each.
+// element, spread over the lanes.
 template <bool Aligned, class T, int N, int V>
 __device__ __forceinline__ void store_run(T* to, int remaining, const Words<T, N> (&run)[V], int lane,
                                           int lanes) {
