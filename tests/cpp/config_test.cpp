@@ -108,7 +108,14 @@ void check_backward(const RowShape& row, int64_t rows, bool aligned, bool ring, 
   check(config.threads >= kWarpThreads && config.threads * config.teams <= ring_threads(aligned),
         "a block that fits");
   check(config.teams < 16, "a named barrier for every team");
-  check(ring_layout(config, row, aligned).bytes <= gpu.shared_bytes, "stages that fit");
+  const RingLayout layout = ring_layout(config, row, aligned);
+  check(layout.bytes <= gpu.shared_bytes, "stages that fit");
+  const auto holds = [&](int bytes, int of_a_vector) {
+    return bytes >= config.threads * v * of_a_vector + (aligned ? 0 : kLineBytes);
+  };
+  check(holds(layout.h, row.out_bytes) && holds(layout.dh - layout.h, row.residual_bytes) &&
+            holds(layout.stage_bytes - layout.dh, row.residual_bytes),
+        "a row's start within a line, and a block read beyond its end");
   check(gpu.clusters[log2_of(config.cluster)] > 0, "clusters that are scheduled");
 }
 
