@@ -50,10 +50,15 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
   const int warp = (rank * threads + threadIdx.x) / kWarp;  // of the row
   const int slice = V * threads * N, slice_col = rank * slice, cols = static_cast<int>(p.shape.cols);
   const int slice_cols = max(0, min(slice, cols - slice_col));  // this block's columns
-  const int col_of_slice = (threadIdx.x / kWarp * V * kWarp + lane) * N;
+  const int warp_col = threadIdx.x / kWarp * kRun, col_of_slice = warp_col + lane * N;
   const bool has_dh = kWantsInput && p.grad_residual_out.data != nullptr,
              has_weight = p.weight.data != nullptr;
   const int remaining = slice_cols - col_of_slice;
+  // Unaligned, a warp with no more than a vector a lane is spared the others' work, and one that stores the
+  // end of a longer run has the most. The stages are filled by a team's last warp, unless it is such a one.
+  const auto is_short = [&](int warp_col) { return !Aligned && slice_cols - warp_col <= kWarp * N; };
+  const int last_warp = threads / kWarp - 1;
+  const bool fills = threadIdx.x / kWarp == (Aligned || is_short(last_warp * kRun) ? last_warp : 0);
 
   auto* filled = reinterpret_cast<TransactionBarrier*>(shared) + team * (kMaxStages + kSumSlots);
   TransactionBarrier* exchanged = filled + kMaxStages;
@@ -80,13 +85,11 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
   launch_dependents();
   wait_for_predecessor();
 
-  // Teams of different SMs before those of one, so that no SM has two rows more than another. A team that has
-  // a row less goes round as often as its block's others: compute-sanitizer takes teams that pass their
-  // barriers a different number of times for a race.
+  // Teams of different SMs before those of one, so that no SM has two rows more than another.
   const int64_t clusters = divide(gridDim.x, cluster), rows = p.shape.rows, step = clusters * config.teams;
-  const int64_t first_row = divide(blockIdx.x, cluster);
+  const int64_t first_row = divide(blockIdx.x, cluster) + team * clusters;
 
-  // By all lanes of the team's first warp, of which three copy a tensor each.
+  // By all lanes of the warp that fills, of which three copy a tensor each.
   const auto fill = [&](int64_t row, int stage) {
     const bool is_dy = lane == 0;
     const Rows& from = is_dy ? p.grad_out : lane == 1 ? p.residual_out : p.grad_residual_out;
@@ -106,28 +109,45 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
     if (lane == 0) filled[stage].arrive_expecting(0);
   };
 
+  for (int i = 0; i < stages - kLag; ++i) {
+    const int64_t row = first_row + i * step;
+    if (fills && row < rows) fill(row, i);
+  }
+
   float scale[V][N], grad_weight[V][N] = {};
+  {
+    const W* weight = static_cast<const W*>(p.weight.data) + slice_col + col_of_slice;
+    Words<W, N> weight_run[V];
+    load_run<Aligned>(weight, has_weight ? remaining : 0, weight_run);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      unpack_scale(weight_run[v], scalars.offset, scale[v]);
+      keep_in_registers(scale[v]);
+    }
+  }
+  // Calls f with the number of vectors a lane that this warp works on.
+  const auto with_vectors = [&](auto f) { is_short(warp_col) ? f(Constant<1>()) : f(Constant<V>()); };
   // Where this thread's first element of a row lies in a stage.
-  const auto dy_in = [&](const unsigned char* at, const RowIndex& row) {
+  const auto dy_in = [&](int stage, const RowIndex& row) {
     const int offset = Aligned ? 0 : within_line(row_of<const O>(p.grad_out, row) + slice_col);
-    return reinterpret_cast<const O*>(at + offset) + col_of_slice;
+    return reinterpret_cast<const O*>(ring + stage * layout.stage_bytes + offset) + col_of_slice;
   };
-  const auto h_in = [&](const unsigned char* at, const Rows& tensor, const RowIndex& row) {
+  const auto h_in = [&](int stage, int place, const Rows& tensor, const RowIndex& row) {
     const int offset =
         Aligned || tensor.data == nullptr ? 0 : within_line(row_of<const R>(tensor, row) + slice_col);
-    return reinterpret_cast<const R*>(at + offset) + col_of_slice;
+    return reinterpret_cast<const R*>(ring + stage * layout.stage_bytes + place + offset) + col_of_slice;
   };
   // Of the row whose sum was formed last.
   Words<O, N> dy_run[V];
   Words<R, N> h_run[V], dh_run[V];
   float rstd = 0;
   int stage = 0, phase = 0;  // of this iteration
-  const unsigned char* previous = nullptr;
-  for (int i = kLag - stages;; ++i) {
-    const unsigned char* at = ring + stage * layout.stage_bytes;
-    const int64_t row_of_first_team = first_row + i * step, row = row_of_first_team + team * clusters;
-    if (i > 0 && row_of_first_team - step >= rows) break;
-    if (i > 0 && row - step < rows) {  // the gradients of the row before
+  int i = 0;
+  for (;; ++i) {
+    const int64_t row = first_row + i * step;
+    const int stage_before = stage > 0 ? stage - 1 : stages - 1;
+    if (i > 0 && row - step >= rows) break;
+    if (i > 0) {  // the gradients of the row before
       float projection = 0;
       if constexpr (kWantsInput) {
         const int slot = (i - 1) % kSumSlots;
@@ -138,52 +158,63 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
       const RowIndex index(p.shape, row - step);
       T* grad_input = row_of<T>(p.grad_input, index) + slice_col + col_of_slice;
       R* grad_residual = row_of<R>(p.grad_residual, index) + slice_col + col_of_slice;
-      if constexpr (kWantsInput && kLag > 0)
-        load_run<Aligned, true>(h_in(previous + layout.dh, p.grad_residual_out, index), kRun, dh_run);
-      Words<T, N> input_run[V];
-      Words<R, N> residual_run[V];
+      with_vectors([&](auto vectors) {
+        constexpr int kVectors = decltype(vectors)::value;
+        if constexpr (kWantsInput && kLag > 0)
+          load_run<Aligned, true>(h_in(stage_before, layout.dh, p.grad_residual_out, index), kRun,
+                                  first<kVectors>(dh_run));
+        [[maybe_unused]] Words<T, N> input_run[kVectors];
+        [[maybe_unused]] Words<R, N> residual_run[kVectors];
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        float dy[N], h[N];
-        unpack(dy_run[v], dy);
-        unpack(h_run[v], h);
-        if constexpr (kWantsWeight) add_weight_gradient(grad_weight[v], dy, h, rstd);
-        if constexpr (kWantsInput) {
-          float dx[N];
-          unpack(dh_run[v], dx);
-          input_gradient(dx, dy, h, scale[v], rstd, projection);
-          input_run[v] = pack<T, N>(dx);
-          residual_run[v] = pack<R, N>(dx);
-        }
-      }
-      if constexpr (kWantsInput) {
-        if (std::is_same_v<T, R> || p.grad_input.data != nullptr) {
-          store_run<Aligned>(grad_input, remaining, input_run, lane, kWarp);
-        }
-        if (!std::is_same_v<T, R> && p.grad_residual.data != nullptr) {
-          store_run<Aligned>(grad_residual, remaining, residual_run, lane, kWarp);
-        }
-      }
-    }
-
-    if (i >= 0 && row < rows) {  // the sum of this iteration's row
-      rstd = static_cast<const float*>(p.rstd)[row];
-      filled[stage].wait(phase);
-      const RowIndex index(p.shape, row);
-      load_run<Aligned, true>(dy_in(at, index), remaining, dy_run);
-      load_run<Aligned, true>(h_in(at + layout.h, p.residual_out, index), remaining, h_run);
-      if constexpr (kWantsInput) {
-        if constexpr (kLag == 0)
-          load_run<Aligned, true>(h_in(at + layout.dh, p.grad_residual_out, index), kRun, dh_run);
-        float products[V];
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
+        for (int v = 0; v < kVectors; ++v) {
           float dy[N], h[N];
           unpack(dy_run[v], dy);
           unpack(h_run[v], h);
-          const float product = weighted_product(dy, h, scale[v]);
-          products[v] = !Aligned || remaining > v * kWarp * N ? product : 0.0f;
+          if constexpr (kWantsWeight) add_weight_gradient(grad_weight[v], dy, h, rstd);
+          if constexpr (kWantsInput) {
+            float dx[N];
+            unpack(dh_run[v], dx);
+            input_gradient(dx, dy, h, scale[v], rstd, projection);
+            input_run[v] = pack<T, N>(dx);
+            residual_run[v] = pack<R, N>(dx);
+          }
         }
+        if constexpr (kWantsInput) {
+          if (std::is_same_v<T, R> || p.grad_input.data != nullptr) {
+            store_run<Aligned>(grad_input, remaining, input_run, lane, kWarp);
+          }
+          if (!std::is_same_v<T, R> && p.grad_residual.data != nullptr) {
+            store_run<Aligned>(grad_residual, remaining, residual_run, lane, kWarp);
+          }
+        }
+      });
+    }
+
+    if (row < rows) {  // the sum of this iteration's row
+      rstd = static_cast<const float*>(p.rstd)[row];
+      filled[stage].wait(phase);
+      const RowIndex index(p.shape, row);
+      float products[V] = {};
+      with_vectors([&](auto vectors) {
+        constexpr int kVectors = decltype(vectors)::value;
+        load_run<Aligned, true>(dy_in(stage, index), remaining, first<kVectors>(dy_run));
+        load_run<Aligned, true>(h_in(stage, layout.h, p.residual_out, index), remaining,
+                                first<kVectors>(h_run));
+        if constexpr (kWantsInput) {
+          if constexpr (kLag == 0)
+            load_run<Aligned, true>(h_in(stage, layout.dh, p.grad_residual_out, index), kRun,
+                                    first<kVectors>(dh_run));
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) {
+            float dy[N], h[N];
+            unpack(dy_run[v], dy);
+            unpack(h_run[v], h);
+            const float product = weighted_product(dy, h, scale[v]);
+            products[v] = !Aligned || remaining > v * kWarp * N ? product : 0.0f;
+          }
+        }
+      });
+      if constexpr (kWantsInput) {
         const float sum = warp_sum(products, lane, kWarp);
         const int slot = i % kSumSlots;
         if (cluster > 1) {
@@ -198,29 +229,18 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
 
     // This iteration's sums are written, and this stage, or the one before, has been read: it is filled
     // again.
-    if (i >= 0) team_barrier(team, threads);
+    team_barrier(team, threads);
     const int64_t row_ahead = row + (stages - kLag) * step;
-    if (threadIdx.x < kWarp && row_ahead < rows) {
-      const int read = stage >= kLag ? stage - kLag : stages - 1;
-      fill(row_ahead, i < 0 ? i + stages - kLag : read);
-    }
-    if (i == -1) {  // the first rows are on their way
-      const W* weight = static_cast<const W*>(p.weight.data) + slice_col + col_of_slice;
-      Words<W, N> weight_run[V];
-      load_run<Aligned>(weight, has_weight ? remaining : 0, weight_run);
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        unpack_scale(weight_run[v], scalars.offset, scale[v]);
-        keep_in_registers(scale[v]);
-      }
-    }
-    if (i < 0) continue;
-    previous = at;
+    if (fills && row_ahead < rows) fill(row_ahead, kLag > 0 ? stage_before : stage);
     if (++stage == stages) {
       stage = 0;
       phase ^= 1;
     }
   }
+
+  // A team that has had a row less than the first one passes its barrier as often: compute-sanitizer takes
+  // the difference for a race.
+  if (first_row + (i - 1) * step - team * clusters < rows) team_barrier(team, threads);
 
   if constexpr (kWantsWeight) {  // the ring is empty
     if (partials != nullptr) partials += static_cast<int64_t>(divide(blockIdx.x, cluster)) * cols;

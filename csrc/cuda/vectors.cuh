@@ -187,6 +187,13 @@ __device__ __forceinline__ int remaining_in_row(int64_t cols, int64_t col) {
   return static_cast<int>(max(min(cols - col, kRun), -kRun));
 }
 
+// The first vectors of a run.
+template <int Count, class T, int N, int V>
+__device__ __forceinline__ Words<T, N> (&first(Words<T, N> (&run)[V]))[Count] {
+  static_assert(Count <= V);
+  return reinterpret_cast<Words<T, N>(&)[Count]>(run);
+}
+
 // A run as it is loaded: unaligned, the blocks around each vector.
 template <bool Aligned, class T, int N, int V>
 struct Fetched {
