@@ -6,10 +6,12 @@
 TORCH_LIBRARY(fused, m) {
   m.set_python_module("fused_add_rms_norm");
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  // Takes any strides, without a difference to its results: torch.compile leaves the arguments as they are.
+  const std::vector<at::Tag> tags_of_forward = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
   m.def(
       "add_rms_norm(Tensor input, Tensor residual, Tensor? weight=None, float eps=1e-6, *, float offset=0.0, "
       "str casting_mode=\"fp32\", ScalarType? out_dtype=None) -> (Tensor out, Tensor residual_out)",
-      tags);
+      tags_of_forward);
   m.def(
       "add_rms_norm_(Tensor(a!) input, Tensor(b!) residual, Tensor? weight=None, float eps=1e-6, *, float "
       "offset=0.0, "
@@ -24,17 +26,17 @@ TORCH_LIBRARY(fused, m) {
       "rms_norm(Tensor input, Tensor? weight=None, float eps=1e-6, *, float offset=0.0, str "
       "casting_mode=\"fp32\", "
       "ScalarType? out_dtype=None) -> Tensor",
-      tags);
+      tags_of_forward);
   m.def(
       "add_rms_norm_forward(Tensor input, Tensor residual, Tensor? weight, float eps, float offset, str "
       "casting_mode, "
       "ScalarType? out_dtype) -> (Tensor out, Tensor residual_out, Tensor rstd)",
-      tags);
+      tags_of_forward);
   m.def(
       "rms_norm_forward(Tensor input, Tensor? weight, float eps, float offset, str casting_mode, ScalarType? "
       "out_dtype) "
       "-> (Tensor out, Tensor rstd)",
-      tags);
+      tags_of_forward);
   // output_mask is an int: DTensor's sharding cache ignores booleans and would mix up frozen and trainable
   // weights.
   m.def(

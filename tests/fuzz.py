@@ -274,6 +274,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which it ends in any case")
     parser.add_argument("--json", type=Path, help="where to write the summary")
+    parser.add_argument("--commit", help="what is tested, for the summary")
     options = parser.parse_args()
 
     first = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
@@ -293,6 +294,7 @@ def main() -> int:
     done = sum((done for done, _ in parts), Counter[str]())
     failures = [seed for _, failed in parts for seed in failed]
     summary = {
+        "commit": options.commit,
         "device": torch.cuda.get_device_name(options.device) if on_gpu else options.device,
         "torch": torch.__version__,
         "first_seed": first,

@@ -130,6 +130,20 @@ def test_a_copy_that_is_needed_is_seen_by_the_test_above(device):
     assert calls(code[0])["copies"] > 0
 
 
+def test_arguments_are_passed_on_as_they_are(device):
+    """In the strides that they have, and without defaults, which take the host time in every call."""
+
+    def transposed(input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return fused.add_rms_norm(input.transpose(0, 1) + 1, residual)
+
+    input, residual = torch.randn(5, 6, COLS, device=device), torch.randn(6, 5, COLS, device=device)
+    with torch.no_grad():
+        actual, code = run_and_get_code(torch.compile(transposed), input, residual)
+        assert_same_bits(actual, transposed(input, residual))
+    assert calls(code[0]) == {"add_rms_norm": 1}
+    assert "offset=0.0" not in code[0] and "out_dtype=" not in code[0]
+
+
 def test_out_form(device):
     def f(input: Tensor, residual: Tensor) -> Tensor:
         out = torch.empty_like(input)
