@@ -169,6 +169,28 @@ def test_no_two_sources_share_an_object_file(build: ModuleType, fake_toolkit: Si
     assert len(objects) == len(set(objects))
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and cpp_extension.CUDA_HOME is None,
+    reason="a torch built for CUDA needs the CUDA toolkit for C++ programs",
+)
+@pytest.mark.parametrize(
+    "cmake",
+    sorted(
+        {
+            os.path.realpath(path)
+            for folder in os.get_exec_path()
+            if (path := shutil.which("cmake", path=folder))
+        }
+    ),
+)
+def test_every_cmake_configures_with_its_default_generator(cmake: str, tmp_path: Path) -> None:
+    """CMake 3.25 once stopped there, of its generators in that of Makefiles alone."""
+    command = [cmake, "-S", ROOT, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"]
+    env = {name: value for name, value in os.environ.items() if name != "CMAKE_GENERATOR"}
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_the_library_carries_what_it_was_built_for() -> None:
     targets = _load._C.build_info()["cuda_targets"]
     beside_triton = next(
