@@ -1,14 +1,17 @@
 """Times a Hugging Face Llama of random weights, unpatched and patched, end to end.
 
-    python benchmarks/hf.py                            1B and 8B shapes, eager and compiled
+    python benchmarks/hf.py                            1B and 8B shapes, every mode
     python benchmarks/hf.py --quick                    eager, fewer rounds
     python benchmarks/hf.py --only "8B eager"          what has one of these texts in its name
     python benchmarks/hf.py --report RUN.jsonl         the table and the targets of a run
     python benchmarks/hf.py --report RUN.jsonl --plot docs/plots/huggingface.svg --page docs/huggingface.md
 
 Variants: `upstream`; `F.rms_norm`, upstream with torch's function in its norms; `Liger`, upstream with
-Liger's norm patch, where that is installed; `patched`, after `hf.patch`. They share one model and, where
-nothing is compiled, take turns, round by round.
+Liger's norm patch, where that is installed; `patched`, after `hf.patch`. They are models of one set of
+weights and take turns, round by round.
+
+Modes: `eager`; `compiled`, by `torch.compile`; `CUDA graphs`, by its mode `reduce-overhead`, which is what
+`generate` compiles a decode step with.
 
 Cases: `decode`, one token without a cache; `prefill`, 4 x 2048 tokens, logits of the last; `train`, forward,
 loss and backward of 2 x 2048 tokens. bf16, sdpa. Times are wall clock of steps queued one after another and
@@ -18,6 +21,7 @@ waited for at the end. Peak memory is what a step allocates on top of what is al
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import operator
 import statistics
@@ -39,6 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # of Llama 3.2 1B and Llama 3.1 8B
     "8B": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, tie_word_embeddings=False),
     "tiny": dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, tie_word_embeddings=True),
 }
+MODES = {"eager": None, "compiled": "default", "CUDA graphs": "reduce-overhead"}  # torch.compile's name
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Case:
     train: bool = False
     steps: int = 1  # queued before one is waited for
     rounds: int = 8
+    modes: tuple[str, ...] = ("eager", "compiled")
 
     def step(self, model: Any, call: Any, tokens: torch.Tensor) -> None:
         """`call` is the model, or what torch.compile made of it."""
@@ -60,8 +66,10 @@ class Case:
                 call(tokens, use_cache=False, logits_to_keep=1)
 
 
+Step = Callable[[], None]
+
 CASES = (
-    Case("decode", 1, 1, steps=15, rounds=15),
+    Case("decode", 1, 1, steps=15, rounds=15, modes=tuple(MODES)),
     Case("prefill", 4, 2048, steps=2),
     Case("train", 2, 2048, train=True, steps=2),
 )
@@ -75,133 +83,99 @@ class Bench:
         self.args = args
         self.journal = Journal(args.out)
         self.cuda = args.device == "cuda"
-        self.deadline = time.monotonic() + args.budget_s
-
-    def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def wanted(self, name: str) -> bool:
-        return not self.args.only or any(text in name for text in self.args.only)
 
     def run(self) -> None:
         self.journal.write("header", **environment(self.args.commit, absent={}))
-        for mode, variants in self.passes():  # compiling takes long: first what needs none
+        for mode in self.args.modes:
             for shape in self.args.models:
-                cases = [case for case in CASES if self.wanted(f"{shape} {mode} {case.name}")]
+                cases = [case for case in CASES if self.wanted(shape, mode, case)]
                 if cases:
                     model = build(shape, self.args.device)
                     for case in cases:
-                        self.measure(shape, mode, case, model, variants)
+                        self.measure(shape, mode, case, model)
                     del model
-                    gc.collect()
         self.journal.finish()
 
-    def passes(self) -> Iterator[tuple[str, list[str]]]:
-        """Of those compiled, first the ones that the targets are about."""
-        for mode in self.args.modes:
-            for group in (
-                (list(VARIANTS),) if mode == "eager" else (["upstream", "patched"], ["F.rms_norm", "Liger"])
-            ):
-                if chosen := [name for name in group if name in self.args.variants]:
-                    yield mode, chosen
+    def wanted(self, shape: str, mode: str, case: Case) -> bool:
+        name = f"{shape} {mode} {case.name}"
+        return mode in case.modes and (not self.args.only or any(text in name for text in self.args.only))
 
-    def measure(self, shape: str, mode: str, case: Case, model: Any, variants: list[str]) -> None:
+    def measure(self, shape: str, mode: str, case: Case, model: Any) -> None:
         batch, length = (case.batch, case.length) if self.cuda else (1, min(case.length, 64))
         tokens = torch.randint(0, model.config.vocab_size, (batch, length), device=self.args.device)
         model.train(case.train)
+        variants = self.args.variants
         rounds = 3 if self.args.quick else case.rounds
-        name = f"{shape} {mode} {case.name}"
-        with tqdm(total=len(variants) * (rounds + 1), desc=f"{name:>20}", file=sys.stderr) as self.progress:
-            if mode == "eager":
-                measured = self.in_turns(case, model, tokens, variants, rounds)
-            else:
-                measured = self.compiled(case, model, tokens, variants, rounds)
-            for variant, result in measured:
-                if isinstance(result, Exception):
-                    fields = {"status": "refused", "message": f"{type(result).__name__}: {result}"[:300]}
-                else:
-                    fields = {"status": "ok", **result}
-                self.journal.write(
-                    "measurement", section=f"{shape} {mode}", case=case.name, provider=variant, **fields
-                )
 
-    def in_turns(
-        self, case: Case, model: Any, tokens: torch.Tensor, variants: list[str], rounds: int
-    ) -> Iterator[tuple[str, Any]]:
-        def step() -> None:
-            case.step(model, model, tokens)
-
+        steps: dict[str, Step] = {}
+        facts: dict[str, Record] = {}
         times: dict[str, list[float]] = {}
-        peaks: dict[str, int | None] = {}
-        for name in variants:
-            try:
-                with VARIANTS[name](model):
-                    peaks[name] = self.first(name, step)
-                    times[name] = []
-            except Exception as error:
-                yield name, error
-        with quiet():
+        total = len(variants) * (rounds + 1)
+        with quiet(), tqdm(total=total, desc=f"{shape} {mode}, {case.name}", file=sys.stderr) as progress:
+            for variant in variants:
+                progress.set_postfix_str(variant)
+                try:
+                    steps[variant] = prepared(variant, mode, case, model, tokens)
+                    facts[variant] = {"status": "ok", **self.first(steps[variant])}
+                    times[variant] = []
+                except Exception as error:
+                    message = f"{type(error).__name__}: {error}"[:300]
+                    facts[variant] = {"status": "refused", "message": message}
+                progress.update()
             for _ in range(rounds):
-                for name, found in times.items():
-                    with VARIANTS[name](model):
-                        step()  # the caches and the allocator's blocks are this variant's again
-                        found.append(self.timed(name, case, step))
-        for name, found in times.items():
-            rounds = [round(us, 4) for us in found]
-            yield name, vars(Sample.of(found)) | {"peak_bytes": peaks[name], "rounds_us": rounds}
+                for variant, found in times.items():
+                    progress.set_postfix_str(variant)
+                    steps[variant]()  # the caches and the allocator's blocks are this variant's again
+                    found.append(self.timed(case, steps[variant]))
+                    progress.update()
+        for variant, found in times.items():
+            facts[variant] |= vars(Sample.of(found)) | {"rounds_us": [round(us, 4) for us in found]}
+        for variant, fields in facts.items():
+            self.journal.write(
+                "measurement", section=f"{shape} {mode}", case=case.name, provider=variant, **fields
+            )
+        del steps
+        torch._dynamo.reset()
+        gc.collect()
 
-    def compiled(
-        self, case: Case, model: Any, tokens: torch.Tensor, variants: list[str], rounds: int
-    ) -> Iterator[tuple[str, Any]]:
-        """One variant after another: a change of the model back and forth would be compiled again."""
-        for name in variants:
-            if time.monotonic() > self.deadline:
-                yield name, TimeoutError("the budget for compiling is spent")
-                continue
-            try:
-                with VARIANTS[name](model), quiet():
-                    call = torch.compile(model, fullgraph=True, dynamic=False)
-
-                    def step(call: Any = call) -> None:
-                        case.step(model, call, tokens)
-
-                    start = time.monotonic()
-                    peak = self.first(name, step)
-                    seconds = round(time.monotonic() - start, 1)
-                    found = [self.timed(name, case, step) for _ in range(rounds)]
-                yield name, vars(Sample.of(found)) | {"peak_bytes": peak, "compile_s": seconds}
-            except Exception as error:
-                yield name, error
-            torch._dynamo.reset()
-
-    def first(self, name: str, step: Callable[[], None]) -> int | None:
-        """Warms up; the peak memory of a step, above what is allocated before it."""
-        self.progress.set_postfix_str(name)
+    def first(self, step: Step) -> Record:
+        """Compiles and warms up; the peak memory of a step, above what is allocated before it."""
+        start = time.monotonic()
         for _ in range(3):
             step()
-        peak = None
-        if self.cuda:
-            gc.collect()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - before
-        self.progress.update()
-        return peak
+        self.synchronize()
+        seconds = round(time.monotonic() - start, 1)
+        if not self.cuda:
+            return {"first_steps_s": seconds, "peak_bytes": None}
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        self.synchronize()
+        return {"first_steps_s": seconds, "peak_bytes": torch.cuda.max_memory_allocated() - before}
 
-    def timed(self, name: str, case: Case, step: Callable[[], None]) -> float:
+    def timed(self, case: Case, step: Step) -> float:
         """Microseconds a step."""
-        self.progress.set_postfix_str(name)
         self.synchronize()
         start = time.perf_counter()
         for _ in range(case.steps):
             step()
         self.synchronize()
-        self.progress.update()
         return (time.perf_counter() - start) / case.steps * 1e6
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+def prepared(variant: str, mode: str, case: Case, model: Any, tokens: torch.Tensor) -> Step:
+    """A step of a model of its own, but with `model`'s weights."""
+    weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    own = copy.deepcopy(model, weights)
+    VARIANTS[variant](own)
+    compiler = MODES[mode]
+    call = torch.compile(own, fullgraph=True, dynamic=False, mode=compiler) if compiler else own
+    return lambda: case.step(own, call, tokens)
 
 
 def build(shape: str, device: str) -> Any:
@@ -275,9 +249,11 @@ def targets(found: dict[tuple[str, str], dict[str, Record]]) -> Iterator[tuple[s
         ("8B eager", "train", "peak_bytes", "Liger", 1.0),
         *[(f"{shape} eager", "prefill", "peak_bytes", "upstream", 1.0) for shape in ("1B", "8B")],
         *[
-            (f"{shape} compiled", case.name, "us", "upstream", 1.0)
+            (f"{shape} {mode}", case.name, "us", "upstream", 1.0)
             for shape in ("1B", "8B")
             for case in CASES
+            for mode in case.modes
+            if mode != "eager"
         ],
     ]
     for section, case, field, other, factor in claims:
@@ -339,15 +315,12 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("hf.jsonl"), help="the file to write")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["1B", "8B"])
-    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
         "--only", nargs="+", help="texts, one of which is in the name, as in '8B eager decode'"
     )
     parser.add_argument("--quick", action="store_true", help="eager, three rounds")
-    parser.add_argument(
-        "--budget-s", type=float, default=240, help="seconds after which nothing new is compiled"
-    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", help="the commit measured, where git cannot say")
     parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing, show this file")

@@ -1,39 +1,36 @@
-"""What hf.py measures: each variant changes the model for as long as it is measured."""
+"""What hf.py measures: each variant changes a model for good."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 
-@contextmanager
-def upstream(model: Any) -> Iterator[None]:
-    yield
+def upstream(model: Any) -> None:
+    pass
 
 
-@contextmanager
-def torch_norm(model: Any) -> Iterator[None]:
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+def torch_norm(model: Any) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    with _norms_as_they_were(model) as norms:
-        for norm in norms:
-            cls = type(norm)
-            norm.__class__ = type(cls.__name__, (cls,), {"forward": forward})
-        yield
+    class TorchRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+    for module in model.modules():
+        if type(module) is LlamaRMSNorm:
+            module.__class__ = TorchRMSNorm
 
 
-@contextmanager
-def liger(model: Any) -> Iterator[None]:
+def liger(model: Any) -> None:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
 
-    former_class = modeling_llama.LlamaRMSNorm
-    with _norms_as_they_were(model):
+    upstream_class = modeling_llama.LlamaRMSNorm
+    try:
         apply_liger_kernel_to_llama(
             rope=False,
             swiglu=False,
@@ -42,38 +39,18 @@ def liger(model: Any) -> Iterator[None]:
             rms_norm=True,
             model=model,
         )
-        try:
-            yield
-        finally:
-            modeling_llama.LlamaRMSNorm = former_class
+    finally:
+        modeling_llama.LlamaRMSNorm = upstream_class  # other models' too
 
 
-@contextmanager
-def patched(model: Any) -> Iterator[None]:
+def patched(model: Any) -> None:
     from fused_add_rms_norm import hf
 
     report = hf.patch(model)
     assert report.fused_adds == report.adds, report
-    try:
-        yield
-    finally:
-        hf.unpatch(model)
 
 
-@contextmanager
-def _norms_as_they_were(model: Any) -> Iterator[list[Any]]:
-    norms = [module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"]
-    before = [(type(norm), dict(vars(norm))) for norm in norms]
-    try:
-        yield norms
-    finally:
-        for norm, (cls, members) in zip(norms, before, strict=True):
-            norm.__class__ = cls
-            vars(norm).clear()
-            vars(norm).update(members)
-
-
-VARIANTS: dict[str, Callable[[Any], Any]] = {
+VARIANTS: dict[str, Callable[[Any], None]] = {
     "upstream": upstream,
     "F.rms_norm": torch_norm,
     "Liger": liger,

@@ -17,15 +17,34 @@ def run(*command):
     ).stdout
 
 
-def test_the_benchmark_times_every_variant(tmp_path):
-    out = tmp_path / "hf.jsonl"
-    text = run("benchmarks/hf.py", "--models", "tiny", "--quick", "--device", "cpu", "--out", out)
+def benchmark(out, *options):
+    text = run("benchmarks/hf.py", "--models", "tiny", "--device", "cpu", "--out", out, *options)
     header, *records = [json.loads(line) for line in out.read_text().splitlines()]
     assert header["record"] == "header"
-    for case in ("decode", "prefill", "train"):
-        found = {record["provider"]: record for record in records if record["case"] == case}
-        assert {"upstream", "F.rms_norm", "patched"} <= {n for n, r in found.items() if r["status"] == "ok"}
-        assert f"tiny eager, {case}" in text
+    for record in records:
+        assert f"{record['section']}, {record['case']}" in text
+    measured = {}
+    for record in records:
+        if record["status"] == "ok":
+            assert record["count"] == len(record["rounds_us"]) > 0
+            measured.setdefault((record["section"], record["case"]), set()).add(record["provider"])
+    return measured
+
+
+def test_the_benchmark_times_every_variant(tmp_path):
+    measured = benchmark(tmp_path / "hf.jsonl", "--quick")
+    assert set(measured) == {("tiny eager", case) for case in ("decode", "prefill", "train")}
+    assert all({"upstream", "F.rms_norm", "patched"} <= variants for variants in measured.values())
+
+
+@pytest.mark.slow
+def test_the_benchmark_times_compiled_models_in_turns(tmp_path):
+    variants = ["upstream", "patched"]
+    measured = benchmark(
+        tmp_path / "hf.jsonl", "--only", "CUDA graphs", "compiled train", "--variants", *variants
+    )
+    wanted = [("tiny compiled", "train"), ("tiny CUDA graphs", "decode")]
+    assert measured == {case: set(variants) for case in wanted}
 
 
 @pytest.mark.slow
