@@ -10,7 +10,7 @@
 namespace fused::cuda {
 namespace {
 
-constexpr int kFinishWarps = 16;
+constexpr int kFinishWarps = 16, kFinishRows = 12;  // of a block; that a warp has under way at once
 
 // One row's pointers, at a thread's first column.
 template <class T, class R, class O>
@@ -54,8 +54,8 @@ __device__ __forceinline__ void add_rows(const BackwardParams& p, int first_col,
     unpack(load<Aligned, R, N>(at.residual_out, remaining), h);
     add_weight_gradient(grad_weight[0], dy, h, static_cast<const A*>(p.rstd)[row]);
   }
-  add_teams<1>(p, static_cast<A*>(nullptr), first_col, cols, grad_weight, shared, warp, warps, kCols,
-               lane * N);
+  add_teams<Aligned>(p, static_cast<A*>(nullptr), first_col, cols, grad_weight, shared, warp, warps, kCols,
+                     lane * N);
 }
 
 // A row in the registers of a block's `threads` threads. Where rows are few, blocks of their own form
@@ -168,7 +168,8 @@ __global__ void __launch_bounds__(backward_threads(V))
 
   if (!wants_weight) return;
   if (partials != nullptr) partials += static_cast<int64_t>(blockIdx.x) * cols;
-  add_teams(p, partials, 0, cols, grad_weight, shared, threadIdx.y, blockDim.y, threads * V * N, first_col);
+  add_teams<Aligned>(p, partials, 0, cols, grad_weight, shared, threadIdx.y, blockDim.y, threads * V * N,
+                     first_col);
 }
 
 // A row of any length, read twice; the partial sums of grad_weight are in global memory, each element owned
@@ -253,29 +254,37 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// A warp's lanes take neighbouring columns; `warps` of a block's warps share the partial rows of a group of
-// columns, and their sums are added in a fixed order. The blocks are small enough to be resident beside the
-// backward's, so that they start the moment those end.
+// A warp's lanes take neighbouring columns; `warps` (a power of two) of a block's warps share the partial
+// rows of a group of columns, and their sums are added in a fixed order.
 template <class A>
 __global__ void __launch_bounds__(kWarp* kFinishWarps)
     finish_grad_weight(const __grid_constant__ BackwardParams p, const A* partials, int partial_rows,
                        int warps) {
   __shared__ A sums[kFinishWarps][kWarp];
+  const int64_t cols = p.shape.cols, step = warps * cols;
+  const int group = divide(threadIdx.y, warps), warp = threadIdx.y & (warps - 1);
+  const int64_t col =
+      (static_cast<int64_t>(blockIdx.x) * divide(kFinishWarps, warps) + group) * kWarp + threadIdx.x;
+  const A* from = partials + warp * cols + col;
+  finish_before_waiting(from);
   launch_dependents();
   wait_for_predecessor();
-  const int64_t cols = p.shape.cols;
-  const int group = threadIdx.y / warps, warp = threadIdx.y % warps;
-  const int64_t col =
-      (static_cast<int64_t>(blockIdx.x) * (kFinishWarps / warps) + group) * kWarp + threadIdx.x;
+
   A sum = 0;
-  if (col < cols) {
-#pragma unroll 8
-    for (int row = warp; row < partial_rows; row += warps) sum += partials[row * cols + col];
+  for (int row = warp; col < cols && row < partial_rows; row += kFinishRows * warps) {
+    A parts[kFinishRows];
+#pragma unroll
+    for (int i = 0; i < kFinishRows; ++i, from += step)
+      parts[i] = row + i * warps < partial_rows ? *from : A(0);
+#pragma unroll
+    for (int i = 0; i < kFinishRows; ++i) sum += parts[i];
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (warp > 0 || col >= cols) return;
-  for (int other = 1; other < warps; ++other) sum += sums[threadIdx.y + other][threadIdx.x];
+#pragma unroll
+  for (int other = 1; other < kFinishWarps; ++other)
+    if (other < warps) sum += sums[threadIdx.y + other][threadIdx.x];
   with_grad_weight(p, [&](auto* to) { store_rounded(to + col, sum); });
 }
 
@@ -327,7 +336,7 @@ cudaError_t launch_backward(const BackwardParams& p, const BackwardConfig& confi
 
 cudaError_t launch_finish_grad_weight(const BackwardParams& p, const void* partials, int64_t partial_rows,
                                       const Queue& queue) {
-  // About 8 partial rows a warp, all of them under way at once.
+  // About 8 partial rows a warp.
   const int rows = static_cast<int>(partial_rows);
   const int warps = std::min(kFinishWarps, next_power_of_two(div_up(rows, 8)));
   const Launch how = {div_up(p.shape.cols, kWarp * (kFinishWarps / warps)), dim3(kWarp, kFinishWarps)};

@@ -69,9 +69,10 @@ __device__ __forceinline__ void with_grad_weight(const BackwardParams& p, F f) {
 
 // Adds up the parts of grad_weight that a block's teams have, team after team, and stores them: as columns
 // [slice_col, slice_col + slice_cols) of a row of partial sums or, where there are no partial sums, of
-// grad_weight. All threads of the block take part; each has a run of its team's `slice` columns, from
-// col_of_slice on. `shared`: teams * slice sums, in memory that nobody uses any more.
-template <int V, int N, class A>
+// grad_weight, tensors that start on 16 bytes. All threads of the block take part; each has a run of its
+// team's `slice` columns, from col_of_slice on. `shared`: teams * slice sums, in memory that nobody uses any
+// more.
+template <bool Aligned, int V, int N, class A>
 __device__ __forceinline__ void add_teams(const BackwardParams& p, A* partials, int slice_col, int slice_cols,
                                           const A (&grad_weight)[V][N], unsigned char* shared, int team,
                                           int teams, int slice, int col_of_slice) {
@@ -96,9 +97,14 @@ __device__ __forceinline__ void add_teams(const BackwardParams& p, A* partials, 
 #pragma unroll
         for (int i = 0; i < K; ++i) sum[i] += part[i];
       }
+      auto* at = to + slice_col + col;
+      if constexpr (Aligned && std::is_same_v<decltype(at), A*>) {  // whole blocks: both are our own tensors
+        store_block(reinterpret_cast<char*>(at), pack<A, K>(sum).word);
+      } else {
 #pragma unroll
-      for (int i = 0; i < K; ++i) {
-        if (col + i < slice_cols) store_rounded(to + slice_col + col + i, sum[i]);
+        for (int i = 0; i < K; ++i) {
+          if (col + i < slice_cols) store_rounded(at + i, sum[i]);
+        }
       }
     }
   };

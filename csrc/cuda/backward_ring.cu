@@ -244,8 +244,8 @@ __global__ void __launch_bounds__(ring_threads(Aligned))
 
   if constexpr (kWantsWeight) {  // the ring is empty
     if (partials != nullptr) partials += static_cast<int64_t>(divide(blockIdx.x, cluster)) * cols;
-    add_teams(p, partials, slice_col, slice_cols, grad_weight, shared + layout.ring, team, config.teams,
-              slice, col_of_slice);
+    add_teams<Aligned>(p, partials, slice_col, slice_cols, grad_weight, shared + layout.ring, team,
+                       config.teams, slice, col_of_slice);
   }
 #endif
 }
