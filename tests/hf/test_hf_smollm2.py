@@ -45,6 +45,7 @@ def compare_greedy_tokens(tokenizer, model, prompts, tokens):
     In bf16 upstream's best two logits are often equal, or neighbours among the bf16 numbers. There, and only
     there, the last bit of an fp32 sum may decide.
     """
+    tokenizer.pad_token = tokenizer.eos_token  # older transformers read none from the file; padding is masked
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
