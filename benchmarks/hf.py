@@ -69,7 +69,7 @@ class Case:
 Step = Callable[[], None]
 
 CASES = (
-    Case("decode", 1, 1, steps=15, rounds=15, modes=tuple(MODES)),
+    Case("decode", 1, 1, steps=5, rounds=45, modes=tuple(MODES)),
     Case("prefill", 4, 2048, steps=2),
     Case("train", 2, 2048, train=True, steps=2),
 )
